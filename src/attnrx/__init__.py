@@ -1,4 +1,4 @@
-"""Prescriptions for attention: diagnose, prescribe, realize and verify smaller Vision Transformers.
+"""Prescriptions for attention: diagnose Vision Transformers, prescribe what to prune, realize and verify smaller ones.
 
     import attnrx as rx
 

@@ -51,7 +51,7 @@ REDUCERS.register(Oracle)
 
 @cache
 def _objects_by_key() -> Mapping[int, Bool[Tensor, "patches"]]:
-    """Maps the pixel hash of every image in the dataset to a mask of the digit's patches in the image."""
+    """Returns a mask of the digit's patches for every image in the dataset, by the hash of the image's pixels."""
     splits, objects_of = load_data(CLUTTERED), {}
     for split in PLACEMENTS:
         objects = object_patches(split)
@@ -66,8 +66,8 @@ def object_finding(
 ) -> Finding:
     """Measures the share of the objects' patches that remain after the first or the last stage of token reduction.
 
-    `objects` is a mask with a row for every image of the split. A patch that was merged or fused into another patch
-    counts as lost.
+    `objects` is a mask of the digit's patches, with a row for every image of the split. A patch that was merged or
+    fused into another patch counts as lost.
     """
     images = images.take(min(LOOKED_AT, len(images)))
     shares = []

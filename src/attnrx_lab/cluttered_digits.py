@@ -37,7 +37,7 @@ NOTE = (
 class Canvases:
     """The images of one split.
 
-    `digits` is the index of each image's digit in scikit-learn's dataset. `objects` is a mask of the digit's patches.
+    `digits` contains the index of each image's digit in scikit-learn's dataset. `objects` is a mask of its patches.
     """
 
     pixels: UInt8[Tensor, "images height width"]

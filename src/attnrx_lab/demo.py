@@ -159,7 +159,7 @@ def training_of(splits: Splits, epochs: int, seed: int) -> TrainingConfig:
 
 
 def with_claims(evidence: Evidence) -> Evidence:
-    """Adds the demonstration's two claims, a minimum speed-up by compression and a maximum loss of accuracy."""
+    """Adds the demo's two claims to the evidence: a minimum speed-up by compression and a maximum loss of accuracy."""
     findings = []
     for finding in evidence.findings:
         quantity = finding.details.get("quantity")

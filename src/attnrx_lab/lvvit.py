@@ -1,4 +1,4 @@
-"""LV-ViT (Jiang et al., 2021, All Tokens Matter), with a convolutional stem and a second classifier for patches."""
+"""LV-ViT (Jiang et al., 2021, All Tokens Matter), with a convolutional stem and a second classifier for the patches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -52,9 +52,9 @@ PARTS = {
 class LVViTConfig(TransformerConfig):
     """The shape and the input format of an LV-ViT.
 
-    The outputs of attention and MLP are divided by `divisor` before the residual sum. The paper calls this residual
-    scaling, and the authors' code calls the divisor `skip_lam`. With `classifies_patches` (token labelling) a second
-    classifier computes logits for every patch.
+    The outputs of the attention and of the MLP are divided by `divisor` before they are added to the residual stream.
+    The paper calls this residual scaling, and the authors' code calls the divisor `skip_lam`. With `classifies_patches`
+    (token labelling) a second classifier computes logits for every patch.
     """
 
     image_size: int = 224
@@ -81,7 +81,7 @@ class LVViTConfig(TransformerConfig):
     def uniform(
         cls, form: str = "dense", *, width: int = 384, depth: int = 16, heads: int = 6, **facts: Any
     ) -> "LVViTConfig":
-        """Returns the uncompressed model of `depth` equal layers.
+        """Returns the configuration of an uncompressed model with `depth` equal layers.
 
         As published, queries, keys and values have no bias.
         """

@@ -1,4 +1,4 @@
-"""SVDA's perturbation response (how much attention changes if the image changes a little), and two SVDA losses."""
+"""SVDA's perturbation response (how much attention changes after small changes to the image), and two SVDA losses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ def measure_perturbation(
         images: Images, normalized for the model.
         size: The standard deviation of the Gaussian noise delta, in the units of the normalized images.
         most: The largest number of images to perturb.
-        batch_size: Clean images per forward pass. Each pass also has the same number of perturbed images.
+        batch_size: Clean images per forward pass, which also contains their perturbed copies.
         seed: The seed of the noise.
 
     Returns:
@@ -183,10 +183,10 @@ class PerturbationRobustness(Loss):
 
 
 def step_noise(context: LossContext) -> Float[Tensor, "batch channels height width"]:
-    """Returns standard normal noise for the images of a training step on this process.
+    """Returns standard normal noise for the images that this process uses in a training step.
 
-    Each process draws the noise for all processes and uses only its own part. So N processes use the same noise as one
-    process with the same global batch size. If a step is repeated, the noise is the same again.
+    Each process draws the noise for all processes, but uses only its own part. So N processes use the same noise as one
+    process with the same global batch size. A repeated step gets the same noise again.
     """
     (process, processes), count = context.shard, len(context.images)
     # Noise is drawn on the CPU, because device generators draw other numbers for the same seed.
@@ -207,7 +207,7 @@ def first_layer(reduction: TokenReduction) -> int:
 
 
 def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
-    """Returns the indices of the chosen layers (by default of all layers). Raises InvalidInput for unknown layers."""
+    """Returns the indices of the layers, or of all layers if none are given. Raises InvalidInput for unknown layers."""
     unknown = [layer for layer in layers if not 1 <= layer <= depth]
     if unknown:
         raise InvalidInput(f"{loss}: the model has the layers 1 to {depth}, and no layer {unknown[0]}.")

@@ -1,4 +1,4 @@
-"""SVDA's indicators: similarities between heads, and numbers that describe single heads.
+"""SVDA's indicators of redundancy: similarities between heads, and numbers that describe single heads.
 
 The rule `remove_heads` compares heads by their spectra and by their outputs. Two heads with similar spectra need not be
 redundant, because their projections may differ, so the rule also requires similar outputs (SVDA, Section 3.7). The
@@ -22,7 +22,7 @@ INACTIVE_BELOW = 0.1
 
 @dataclass(frozen=True)
 class Redundancy(Diagnostic):
-    """Returns spectral_redundancy (SVDA, Eq. 43) and output_similarity.
+    """Returns the readings spectral_redundancy (SVDA, Eq. 43) and output_similarity.
 
     The two similarities are symmetric matrices [heads, heads] with ones on the diagonal. If all strengths of a head are
     zero, its row of spectral_redundancy is zero, including the diagonal. If a head adds the same vector to every token
@@ -41,7 +41,7 @@ class Redundancy(Diagnostic):
 def spectral_redundancy(
     strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"] | None = None
 ) -> Float[Tensor, "heads heads"]:
-    """Returns the cosine similarity between the |strength| vectors of each pair of heads (SVDA, Eq. 43), in [0, 1]."""
+    """Returns the cosine similarity in [0, 1] of the |strength| vectors of each pair of heads (SVDA, Eq. 43)."""
     magnitude = strength.abs() if used is None else strength.abs() * used
     return _cosines(magnitude @ magnitude.T)
 
@@ -49,12 +49,12 @@ def spectral_redundancy(
 def output_similarity(
     moment: Float[Tensor, "features features"], readout: Float[Tensor, "heads head_dim width"]
 ) -> Float[Tensor, "heads heads"]:
-    """Returns the cosine similarity between each pair of heads' contributions to the residual stream, in [-1, 1].
+    """Returns the cosine similarity in [-1, 1] of the contributions of each pair of heads to the residual stream.
 
-    Head h adds output_h @ readout_h to each token, where readout_h is its part of the output projection. The mean over
-    all tokens of all images is subtracted, because it acts as a bias. `moment` is the centred second moment of the
-    concatenated outputs. The inner products follow from <a_g, a_h> = trace(readout_g^T moment_gh readout_h), so the
-    function does not compute the contributions.
+    Head h adds output_h @ readout_h to each token, where readout_h is the head's part of the output projection. The
+    mean contribution over all tokens of all images is subtracted, because it acts as a bias. `moment` is the centred
+    second moment of the concatenated outputs. The function does not compute the contributions a_g, because their inner
+    products are <a_g, a_h> = trace(readout_g^T moment_gh readout_h).
     """
     heads, head_dim, _ = readout.shape
     # `blocks` and `readouts` are [heads, heads, dims, dims]. trace(A^T M B) is the sum of the elements of M * (A B^T).
@@ -72,9 +72,9 @@ def _cosines(products: Float[Tensor, "heads heads"]) -> Float[Tensor, "heads hea
 
 @dataclass(frozen=True)
 class Indicators(Diagnostic):
-    """Returns sparsity, active directions, sensitivity and alignment [heads].
+    """Returns the readings sparsity, active_directions, sensitivity and alignment, each of shape [heads].
 
-    A head with zero strengths has sparsity 1, 0 active directions and sensitivity 0.
+    A head whose strengths are all zero has sparsity 1, no active directions and sensitivity 0.
     """
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
@@ -94,8 +94,8 @@ def sparsity(
 ) -> Float[Tensor, "*heads"]:
     """Returns the share of a head's directions whose |strength| is below a threshold (P_epsilon, SVDA, Eq. 29).
 
-    Eq. 29 has an absolute threshold epsilon. This function uses a tenth of the head's largest |strength|, so the result
-    does not depend on the scale of the strengths.
+    The threshold epsilon of Eq. 29 is absolute. This function uses a tenth of the head's largest |strength| instead, so
+    the result does not depend on the scale of the strengths.
     """
     there = torch.ones_like(strength, dtype=torch.bool) if used is None else used
     directions = there.sum(-1)
@@ -116,14 +116,14 @@ def active_directions(
 def sensitivity(
     strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns max|strength| * scale, a Lipschitz constant from queries and keys to the scores (SVDA, Prop. 4)."""
+    """Returns max|strength| * scale, a Lipschitz constant of the scores in queries and keys (SVDA, Prop. 4)."""
     return scale * largest_of(magnitude_of(strength, used))
 
 
 def alignment(
     query: Float[Tensor, "batch queries heads directions"], key: Float[Tensor, "batch keys heads directions"]
 ) -> Float[Tensor, "heads"]:
-    """Returns the cosine between a query row and a key row, averaged over all pairs of tokens and all images.
+    """Returns the cosine of query rows and key rows, averaged over all pairs of a query and a key, and all images.
 
     The mean lies in [-1, 1]. The function ignores the strengths and divides every row by its norm, so you can compare
     dense and compressed heads. The cosine between a zero row and any other row is defined as zero.

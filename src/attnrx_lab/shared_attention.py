@@ -27,7 +27,7 @@ class SharedForm(ScoreForm):
         self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of rows that all heads share, rounded up to the buckets' width (0 without directions)."""
+        """Returns the number of rows that all heads share, padded to the buckets' width (0 without directions)."""
         return (_shared_width(buckets),)
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
@@ -48,7 +48,7 @@ class SharedForm(ScoreForm):
 
 
 class MixedForm(ScoreForm):
-    """IrrAtt's attention (Eq. 6): shared directions form blocks, and every head mixes the blocks' score maps.
+    """IrrAtt's attention (Eq. 6): shared directions form blocks, and every head mixes the score maps of the blocks.
 
     Mixed attention equals shared attention in which a head has the strength `mix[head, block]` for all directions of a
     block.
@@ -59,13 +59,13 @@ class MixedForm(ScoreForm):
         self.mix = nn.Parameter(torch.eye(len(spec.heads), len(spec.rows)))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of rows of every block. The last block is padded to the width of the buckets."""
+        """Returns the number of rows of every block. The last block is padded, so that they sum to the bucket width."""
         # A zero row in the last block adds nothing to its score map, so the padding needs no extra block.
         blocks, width = self.spec.rows, _shared_width(buckets)
         return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the shared rows and each head's weights. The weights are given per block and also per direction."""
+        """Returns the shared rows, and each head's weights both per block and per direction."""
         rows = self.rows(buckets)
         # Block weights and strengths describe the same scores. Fused kernels use the strengths per direction. Unfused
         # backends use the mixture of blocks.
@@ -127,7 +127,7 @@ class BlockFactors:
 
 @dataclass(frozen=True)
 class BlockMixture(Mixture):
-    """The weights with which the heads of one bucket mix the blocks' score maps."""
+    """The weights with which the heads of one bucket mix the score maps of the blocks."""
 
     blocks: BlockFactors
     weights: Float[Tensor, "heads blocks"]
@@ -205,7 +205,7 @@ def _empty_mixed(query: Tensor, key: object, values: list[Tensor], *_: object) -
 def _mixed_operations(
     query: torch.Size, key: torch.Size, values: list[torch.Size], ranks: object, mix: torch.Size, *_: object, **__: Any
 ) -> int:
-    """Counts the operations for computing the blocks' score maps, for mixing them in every head, and for the values."""
+    """Counts the operations that compute the blocks' score maps, mix them for every head, and sum the values."""
     return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + num_features(values))
 
 

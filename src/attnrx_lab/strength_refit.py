@@ -1,4 +1,4 @@
-"""Refits SVDA's strengths by least squares on images, so that the attention approximates the original attention."""
+"""Refits SVDA's strengths by least squares on images, so that pruned attention approximates the original attention."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ class StrengthFit:
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Returns the root of the squared error, divided by its value at zero strengths (0 for constant targets)."""
+        """Returns each head's root squared error, relative to the error at zero strengths (0 for constant targets)."""
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)

@@ -18,9 +18,9 @@ from attnrx_lab.strength_refit import refit_strengths
 class SvdaForm(ScoreForm):
     """SVDA's attention scores (Eqs. 1-5): unit-length query and key rows, and a learned strength for every direction.
 
-    With `norms="original"` each row is divided by its norm over all original directions. Only the kept directions,
-    which are stored first, are then used for the scores. The scores equal the masked model's scores, but the projection
-    still computes all directions.
+    With `norms="original"` each row is divided by its norm over all original directions. Then only the kept directions,
+    which are stored first, are used for the scores. So the scores equal the scores of the masked model, but the
+    projection still computes all directions.
     """
 
     def __init__(self, spec: AttentionSpec):

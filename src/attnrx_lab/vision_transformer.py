@@ -58,8 +58,8 @@ def block_costs(
 ) -> LayerCosts:
     """Returns the costs of a pre-norm block with attention, an MLP with `hidden` features and two LayerNorms.
 
-    `mlp_ranks` are the ranks of the MLP's two maps, and None stands for full rank. A map with a rank is stored as two
-    factors, and the second factor has the bias.
+    `mlp_ranks` are the ranks of the MLP's two linear maps. A map with rank None is one full matrix. Any other map is
+    stored as two factors, of which the second has the bias.
     """
     mlp = PartCosts()
     for inputs, outputs, rank in zip((spec.width, hidden), (hidden, spec.width), mlp_ranks, strict=True):
@@ -82,8 +82,8 @@ class TransformerConfig(ABC):
     `attention` holds one spec per layer, so it describes compressed attention completely. `mlp_ranks` holds the ranks
     of every MLP's two maps, and None stands for a map that is stored as one matrix. If `mlp_ranks` is empty, no map is
     factored. `hidden_units` holds the number of hidden units of every MLP if some units were removed. `mean` and `std`
-    normalize the images that the model was trained on. `geometry` describes how pictures were resized and cropped for
-    the model, or is None if this is not known.
+    normalize the input images, as in training. `geometry` describes how pictures are resized and cropped for the model,
+    or is None if this is not known.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -221,7 +221,7 @@ def _linear(inputs: int, outputs: int, rank: int | None) -> nn.Module:
 
 
 class Transformer(nn.Module, Generic[Config]):
-    """The base class of attnrx models: layers, a final norm, a classifier, and the configuration of all parts."""
+    """The base class of attnrx's own models, which have layers, a final norm, a classifier and a configuration."""
 
     layers: nn.ModuleList
     norm: nn.LayerNorm
@@ -235,7 +235,7 @@ class Transformer(nn.Module, Generic[Config]):
 
     @property
     def origin(self) -> Config:
-        """The configuration, which includes the input format. Working copies of library models have `origin`, too."""
+        """The configuration, including the input format. Working copies of library models also have an `origin`."""
         return self.config
 
     def forward(self, images: ImageBatch) -> Logits:
@@ -249,7 +249,7 @@ class Transformer(nn.Module, Generic[Config]):
             return self.logits(images)
 
     def logits(self, images: ImageBatch) -> Logits:
-        """Returns the logits. The shape of the images was already checked."""
+        """Returns the logits of images whose shape was already checked."""
         raise NotImplementedError
 
 
@@ -280,7 +280,7 @@ def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
 
 
 class AttnrxFamily(NamedFamily, Generic[Config]):
-    """A family of attnrx models. A configuration describes each model."""
+    """The base class for families of attnrx's own models, in which a configuration describes each model."""
 
     model_type: type[Transformer[Config]]
     config_type: type[Config]
@@ -401,10 +401,10 @@ class ViTConfig(Displayed, TransformerConfig):
     def uniform(
         cls, form: str = "svda", *, width: int = 256, depth: int = 4, heads: int = 4, **facts: Any
     ) -> "ViTConfig":
-        """Returns the uncompressed model of `depth` equal layers.
+        """Returns the configuration of an uncompressed model with `depth` equal layers.
 
         Depth, heads, width and patch size default to the values in the SVDA paper (Table 4). The paper does not state
-        the MLP width, but four times the model width reproduces its printed savings.
+        the MLP width. With four times the model width, the savings equal the paper's printed savings.
         """
         half = (0.5,) * facts.get("channels", 3)
         return cls(attention=(full_spec(form, width, heads),) * depth, **{"mean": half, "std": half, **facts})

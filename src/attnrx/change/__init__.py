@@ -1,1 +1,1 @@
-"""Creates and fits smaller models: matrix decompositions, application of pruning plans, repair and distillation."""
+"""Makes models smaller and fits their weights: matrix decompositions, pruning plans, repair and distillation."""

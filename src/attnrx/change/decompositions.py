@@ -1,8 +1,8 @@
 """Matrix decompositions for pruning and low-rank factors. All functions work on plain tensors, not on models.
 
-The module has four parts. The first balances the directions of a bilinear form, such as attention scores. The second
-finds the output directions of a linear map. The third removes units greedily and refits the weights that read them. The
-last distributes a total rank over layers and heads.
+The module has four parts. The first finds balanced bases for a bilinear form, such as attention scores (see
+`Balanced`). The second finds the most important output directions of a linear map. The third greedily removes hidden
+units or heads, and refits the next linear map. The last distributes a total rank over layers and heads.
 """
 
 from collections.abc import Sequence
@@ -61,15 +61,15 @@ class Balanced:
 
     For two matrices old_left and old_right [d, width], the bilinear form old_left^T old_right is the sum over r of
     strength[r] * (left[r] @ old_left)^T (right[r] @ old_right). All directions together reproduce the form for any
-    input. In the metric that the two Gram matrices define, the first r directions are the form's best approximation of
-    rank r. The squared error of this approximation is the sum of the discarded squared strengths. The bases are nested,
-    so one `Balanced` serves every rank.
+    input. In the metric that the two Gram matrices define, the first r directions give the form's best approximation of
+    rank r. The squared error of this approximation is the sum of the discarded squared strengths. Every smaller rank
+    keeps fewer of the same directions, so one `Balanced` serves all ranks.
 
     `strength` is positive and in descending order. The first `rank[h]` directions of head h have unit energy: left[r]
-    G_left left[r]^T = 1 for the left Gram matrix G_left, and likewise on the right. The remaining directions are null:
-    their left or right side has no energy. Null directions contribute nothing in the metric, but may contribute for
-    other inputs. Their energy is not normalized. Their strength is a placeholder, 1e-13 of the form's scale, which
-    keeps both bases invertible and the order descending.
+    G_left left[r]^T = 1 for the left Gram matrix G_left, and likewise on the right. The remaining directions are null
+    directions: their left or right side has no energy. In the metric, they contribute nothing to the form, but for
+    other inputs they may. Their energy is not normalized. As a placeholder, their strength is 1e-13 of the form's
+    scale. So both bases stay invertible, and the strengths stay in descending order.
     """
 
     left: Float[Tensor, "heads directions directions"]
@@ -80,13 +80,13 @@ class Balanced:
 
 @one_thread()
 def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "heads d d"]) -> Balanced:
-    """Balances the dot product of two random vectors, given their second moments (Gram matrices), in float64.
+    """Returns balanced bases for the dot product of two random vectors, given their second moments (Gram matrices).
 
-    Each Gram matrix is factored as G = R^T R, with the SVD R_left R_right^T = U diag(s) V^T. Then the directions are
-    left = diag(1/s) V^T R_right and right = diag(1/s) U^T R_left. The method is square-root balanced truncation from
-    model reduction (Moore, 1981). If the two vectors are drawn independently, the expected squared error is the sum of
-    the discarded s^2 (Eckart and Young). No Gram matrix is inverted, so both may be singular or zero, and may have any
-    scale.
+    Each Gram matrix is factored in float64 as G = R^T R. With the SVD R_left R_right^T = U diag(s) V^T, the directions
+    are left = diag(1/s) V^T R_right and right = diag(1/s) U^T R_left. The method is square-root balanced truncation
+    from model reduction (Moore, 1981). If the two vectors are drawn independently, the expected squared error is the
+    sum of the discarded s^2 (Eckart and Young). No Gram matrix is inverted, so both matrices may be singular or zero,
+    and may have any scale.
 
     Rounding errors of the Gram matrices dominate strengths below about 1e-8 of the form's scale. If you have samples of
     the vectors, use `svd_directions` instead. Raises InvalidInput if a Gram matrix is not finite or not symmetric.
@@ -99,9 +99,9 @@ def svd_directions(
 ) -> Balanced:
     """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], for every head.
 
-    The product itself is never formed. Two thin QR factorizations and one d x d SVD per head keep small singular values
-    precise, which Gram matrices would round away. Apart from null directions, left @ left_rows and right @ right_rows
-    have orthonormal rows.
+    The product itself is never formed. Each head needs two thin QR factorizations and one d x d SVD. Unlike Gram
+    matrices, these do not lose small singular values to rounding. Apart from null directions, left @ left_rows and
+    right @ right_rows have orthonormal rows.
     """
     left, right = (torch.linalg.qr(rows.detach().double().mT).R for rows in (left_rows, right_rows))
     return factor_directions(left, right)
@@ -111,15 +111,15 @@ def svd_directions(
 def factor_directions(
     left_factor: Float[Tensor, "heads left_samples d"], right_factor: Float[Tensor, "heads right_samples d"]
 ) -> Balanced:
-    """Balances two random vectors like `balance`, but from factors of their Gram matrices, G = factor^T factor.
+    """Returns balanced bases as `balance` does, but from factors of the two Gram matrices, G = factor^T factor.
 
-    A factor's rows may be samples of the vector.
+    For example, the rows of a factor may be samples of the random vector.
 
-    Null directions complete the basis. If L and R hold the other directions as rows, I - L^T diag(s) R projects onto
-    the remaining space. The projector's singular vectors are rotated so that each vector, or its partner on the other
-    side, has no energy in the metric. Finally, right = diag(1/strength) left^-T makes the identity hold up to rounding.
-    The rounding error is 2e-16 times the largest entry of |left|^T diag(strength) |right|, which is about 1e-15. It is
-    larger if the two Gram matrices differ by many orders of magnitude.
+    Null directions complete each basis. If the rows of L and R are the other directions, and s their strengths, I - L^T
+    diag(s) R projects onto the remaining space. The projector's singular vectors are rotated so that each vector, or
+    its partner on the other side, has no energy in the metric. Finally, right = diag(1/strength) left^-T makes the
+    identity hold up to rounding. The rounding error is usually about 1e-15, namely 2e-16 times the largest entry of
+    |left|^T diag(strength) |right|. It is larger if the two Gram matrices differ by many orders of magnitude.
     """
     left_factor, right_factor = left_factor.detach().double(), right_factor.detach().double()
     heads, _, size = left_factor.shape
@@ -156,7 +156,7 @@ def factor_directions(
 
 
 def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "heads right_samples d"]) -> Tensor:
-    """Returns an upper bound on the strengths, which scales with the features and is never zero."""
+    """Returns an upper bound on each head's strengths, which is never zero and grows with the scale of the features."""
     energy_left, energy_right = left.square().sum(1), right.square().sum(1)
     both = (energy_left * energy_right).sqrt().sum(-1)
     total = (energy_left.sum(-1) * energy_right.sum(-1)).sqrt()
@@ -212,8 +212,8 @@ def read_out(
     Head h keeps the features left[kept] @ o_h of its output o_h. Let K be the map from all heads' outputs o to the kept
     features. Without `covariance`, each head is restored separately, with the weight W0 = strength * right. With the
     `covariance` C of o (features ordered head by head), least squares refits the weight over all heads jointly: W = W0
-    + (1 - W0 K) C K^T (K C K^T)^+. This weight minimizes E |o - W K o - constant|^2. If kept features are duplicates,
-    several weights reach the minimum. The function then returns the weight nearest to W0.
+    + (1 - W0 K) C K^T (K C K^T)^+. This weight minimizes E |o - W K o - constant|^2. If some kept features are
+    duplicates, several weights reach the minimum, and the function returns the weight nearest to W0.
     """
     kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
     projections = torch.block_diag(*directions.left)[kept]
@@ -248,8 +248,8 @@ def plain_svd(weight: Weight) -> Directions:
 def activation_aware(weight: Weight, moment: Float[Tensor, "inputs inputs"]) -> Directions:
     """Returns the output directions that minimize E |W x - W' x|^2 over inputs x with this second moment or covariance.
 
-    W' is W projected on the kept directions. The directions are the leading eigenvectors of W M W^T, where M is
-    `moment`. M may be singular. Raises InvalidInput if M is not finite or not symmetric.
+    W' is W, projected on the directions that are kept. The directions are the leading eigenvectors of W M W^T, where M
+    is `moment`. M may be singular. Raises InvalidInput if M is not finite or not symmetric.
     """
     weight, moment = weight.detach().double(), checked_gram(moment)
     basis, inner = output_basis(weight)
@@ -280,8 +280,8 @@ def break_even_rank(outputs: int, inputs: int) -> float:
 def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
     """Returns an orthonormal basis of a weight's output space, and the weight in that basis.
 
-    All directions within this basis together reproduce the weight exactly, for any data. The same number of directions,
-    chosen in a larger space, could miss a part of the outputs.
+    If orthonormal directions are chosen within this space, a full set of them reproduces the weight exactly, for any
+    data. Chosen in a larger space, the same number of directions could miss a part of the outputs.
     """
     outputs, inputs = weight.shape
     if outputs > inputs:
@@ -291,9 +291,10 @@ def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[T
 
 
 def _leading(basis: Tensor, moment: Tensor, bound: Tensor) -> Directions:
-    """Returns the eigenvectors of a moment in a basis, strongest first, and their strengths.
+    """Returns the strengths and the eigenvectors of a moment that is expressed in a basis, strongest first.
 
-    Strengths below the rounding error are set to zero. The rounding error is estimated for entries as large as `bound`.
+    Strengths below the rounding error are set to zero. The estimate of this error assumes that the entries of the
+    moment are as large as `bound`.
     """
     # The order is reversed, because eigh returns ascending eigenvalues.
     values, vectors = (part.flip(-1) for part in torch.linalg.eigh((moment + moment.mT) / 2))
@@ -348,10 +349,10 @@ def unit_losses(
 def _eliminated(
     precision: Float[Tensor, "units units"], products: Float[Tensor, "units units"], is_left: Bool[Tensor, "units"]
 ) -> tuple[list[int], list[float], Float[Tensor, "count units"], Float[Tensor, "count units"]]:
-    """Chooses the next BLOCK units to remove. Returns the units, their errors, and low-rank updates of two tables.
+    """Chooses the next BLOCK units to remove. Returns the units, their errors, and low-rank updates of both tables.
 
-    After the updates, the tables are precision - rows^T rows, and products - changes^T rows - rows^T changes. The
-    caller applies these updates as matrix products, which takes less time than `count` separate updates would.
+    The updated tables are precision - rows^T rows, and products - changes^T rows - rows^T changes. The caller applies
+    these updates as matrix products, which takes less time than `count` separate updates would.
     """
     gone, count = ~is_left, min(BLOCK, int(is_left.sum()))
     rows, changes = precision.new_zeros(count, len(precision)), precision.new_zeros(count, len(precision))
@@ -392,8 +393,9 @@ def compensated(
 ) -> Float[Tensor, "outputs kept"]:
     """Returns the weight of the kept units that best approximates the output of all units.
 
-    The weight minimizes a mean squared error plus a penalty. The error compares outputs with their means subtracted.
-    The penalty is the squared change of the kept weights, times `ridge`, times the mean variance of the units.
+    The weight minimizes a mean squared error plus a penalty. Means are subtracted from the outputs before they are
+    compared. The penalty is the squared change of the kept weights, times `ridge`, times the mean variance of the
+    units.
 
     Raises:
         InvalidInput: The ridge is not positive.
@@ -427,12 +429,13 @@ def elimination_losses(
 ) -> Float[Tensor, "units"]:
     """Returns how much removing each unit increases the error, if units are eliminated greedily, one by one.
 
-    `gram` holds W^T W for each unit, where W holds the unit's columns of the next linear map. Let P be the inverse
-    of `covariance`, which covers the concatenated features of all units. If the removed features S are estimated from
-    the other features by the best affine map, the covariance of the estimation error is (P_SS)^-1 (the block form of
-    Optimal Brain Surgeon). So removing units costs the sum of tr(gram_u ((P_SS)^-1)_uu) over the removed units u. Every
-    step removes the unit whose removal costs least. The returned increases grow strictly in that order, so the k
-    largest increases belong to the k units that are removed last.
+    A unit is a group of features, e.g. a head. `gram` holds W^T W for each unit, where W holds the unit's columns of
+    the next linear map. Let P be the inverse of `covariance`, the covariance of the concatenated features of all units.
+    If the removed features S are estimated from the other features by the best affine map, the covariance of the
+    estimation error is (P_SS)^-1 (the block form of Optimal Brain Surgeon). So removing units costs the sum of
+    tr(gram_u ((P_SS)^-1)_uu) over the removed units u. Every step removes the unit whose removal costs least. The
+    returned increases grow strictly in that order, so the k largest increases belong to the k units that are removed
+    last.
     """
     units, size = gram.shape[:2]
     moments, weights = checked_gram(covariance), checked_gram(gram)
@@ -470,15 +473,15 @@ def water_fill(
 ) -> tuple[Ranks, ...]:
     """Returns the ranks of all units in all layers that minimize the sum of the discarded squared strengths.
 
-    `strengths` has one tensor [units, directions] per layer, with values of any sign and in any order. Units are heads,
-    for example. Layers may have different numbers of directions. A unit of rank r keeps its r strongest directions.
+    `strengths` has one tensor [units, directions] per layer, with values of any sign and in any order. A unit is, for
+    example, a head. Layers may have different numbers of directions. A unit of rank r keeps its r strongest directions.
     Pass one layer to allocate within it, or all layers to allocate over the model.
 
     The ranks sum to `total`. Every rank is a multiple of `multiple`, which must divide every layer's number of
-    directions. Every rank is also at least `minimum`, rounded up to a multiple. Each further direction of a unit gains
-    at most as much as the one before, so selecting the largest gains is optimal (an exchange argument). Ties go to the
-    earlier layer, unit and index. Raises InvalidInput if the total is out of range, or `multiple` does not divide the
-    directions.
+    directions. Every rank is also at least `minimum`, rounded up to a multiple. Every further direction of a unit adds
+    at most as much energy as the direction before. So it is optimal to select the directions that add most (an exchange
+    argument). On a tie, the earlier layer, unit or index is preferred. Raises InvalidInput if the total is out of
+    range, or `multiple` does not divide the directions.
     """
     for strength in strengths:
         require_directions(strength.shape[1], multiple, minimum)

@@ -33,7 +33,7 @@ class Predictions:
         return len(self.labels)
 
     def divergence(self, base: str, other: str) -> Float[Tensor, "images"]:
-        """Returns how far the outputs of `other` diverge from those of `base`, per image, in the unit of `kind`."""
+        """Returns for every image the divergence of the outputs of `other` from the outputs of `base` (see `kind`)."""
         # The divergence is computed on all images together, because its scale may depend on all outputs.
         return self.kind.divergence(self.outputs[base], self.outputs[other])
 
@@ -42,7 +42,7 @@ class Predictions:
         return self.kind.decisions(self.outputs[role])
 
     def agreement(self, base: str, other: str) -> Float[Tensor, "images"]:
-        """Returns the share of each image's decisions on which two models agree."""
+        """Returns for every image the share of its decisions on which two models agree."""
         return self.kind.agreement(self.decisions(base), self.decisions(other))
 
     def correct(self, role: str) -> Bool[Tensor, "images"]:
@@ -56,7 +56,7 @@ class Predictions:
         return self.kind.correct(self.decisions(role), self.labels)
 
     def change(self, base: str, other: str) -> Float[Tensor, "images"]:
-        """Returns the paired change in correctness: +1 if only `other` is correct, -1 if only `base` is, else 0.
+        """Returns for every image +1 if only `other` is correct, -1 if only `base` is correct, else 0.
 
         Raises:
             DataError: Some of the images have no label.

@@ -1,8 +1,7 @@
 """The commands of attnrx. The decorator `command` registers a function as the command of the same name.
 
-Functions of attnrx are called as `rx.NAME`, which imports their modules only on first use, so that --help is fast.
-Other packages register commands in the same way, in modules that they name as entry points of the group
-`attnrx.commands`.
+Functions of attnrx are called as `rx.NAME`. This imports their modules only on first use, so that --help is fast. Other
+packages register commands in the same way, in modules that they name as entry points of the group `attnrx.commands`.
 """
 
 import json
@@ -95,7 +94,7 @@ def is_target(finding: "rx.Finding", quantity: str) -> bool:
 
 
 def failure(finding: "rx.Finding", target: bool) -> str:
-    """Returns a line about a failed finding. If it is not a `target`, only a prediction of the plan was wrong."""
+    """Returns a line of text about a failed finding: the user's `target` was missed, or only a prediction was wrong."""
     value, limit = (f"{each:.4g} {finding.unit}".rstrip() for each in (finding.value, finding.limit or 0.0))
     start = "target missed" if target else "worse than the plan predicted (not your target)"
     return f"{start}: {finding.claim}: {value}, limit {limit}"
@@ -600,7 +599,7 @@ def report(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _public(path: str) -> str:
-    """Returns a path to show on a published page. Absolute paths are cut to their name, to hide the user's folders."""
+    """Returns a path to show on a published page. An absolute path is reduced to its last part, to hide the folders."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
@@ -675,7 +674,7 @@ def _parts_table(costs: "rx.costs.ModelCosts") -> str:
 
 
 def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
-    """Returns a line with the number of tokens in every layer, or no line if the number is the same in all layers."""
+    """Returns a line with each layer's number of tokens, or no line if all layers have the same number."""
     if len(set(costs.tokens)) < 2:
         return ()
     return (f"tokens, layer by layer: {' '.join(map(str, costs.tokens))}",)

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Replaces closed standard streams (`>&-`), and lets the others print characters that their encoding lacks."""
+    """Replaces standard streams that are closed (`>&-`). The others escape characters that their encoding lacks."""
     for name, mode in (("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -116,7 +116,7 @@ def log(line: str) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Raises an exception on SIGTERM and SIGHUP, so that temporary files are deleted. Keeps the caller's handlers."""
+    """Makes SIGTERM and SIGHUP raise an exception, so that temporary files are deleted. Keeps existing handlers."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Terminated(number)
@@ -175,7 +175,7 @@ def _run(words: list[str]) -> int:
 
 
 def require_environment() -> None:
-    """Raises InvalidInput if an environment variable is invalid: a process's rank, a flag, or the cache folder."""
+    """Raises InvalidInput if an environment variable is invalid: the ranks of processes, flags, or the cache folder."""
     given = {name: os.environ[name] for name in PROCESS_VARIABLES if name in os.environ}
     are_numbers = all(re.fullmatch("[0-9]{1,9}", text) for text in given.values())
     if not are_numbers or 0 < int(given.get("RANK", 0)) >= int(given.get("WORLD_SIZE", 0)):
@@ -193,7 +193,7 @@ def require_environment() -> None:
 
 
 def require_out(arguments: Namespace, parser: Parser) -> None:
-    """Raises InvalidInput if --out would overwrite an input, or a file that the command does not write.
+    """Raises InvalidInput if --out would overwrite an input, or a file of a kind that the command does not write.
 
     An existing file may only be replaced if attnrx wrote it, and if its `kind` is the kind of the command's output.
     """
@@ -248,7 +248,7 @@ def parsed(words: Sequence[str]) -> tuple[Command, Parser, Namespace]:
 
 
 def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
-    """Logs attnrx's own warnings without their source location, and other warnings in Python's format."""
+    """Logs attnrx's own warnings without a source location, and all other warnings in Python's format."""
     is_own = issubclass(category, ScaleWarning | CardWarning)
     # attnrx's own warnings are about the user's images and files, so the line of code does not help.
     text = f"attnrx: warning: {message}" if is_own else warnings.formatwarning(message, category, filename, lineno)

@@ -1,9 +1,9 @@
-"""Building blocks of commands: the parser, the outcome, the options, and the models and data that options name.
+"""Building blocks of commands: parser, outcome, options, and functions that load the models and data in the options.
 
 `option` adds one option, and `add_arguments` adds a public function's arguments as options. Other functions named
 `add_*` add options that several commands share. An option's type is a function that converts the option's text to its
-value. For an invalid text, the type raises ArgumentTypeError with the text and the allowed values. The parser adds the
-name of the option to this message.
+value. If the text is invalid, this function raises ArgumentTypeError with the text and the allowed values. The parser
+adds the name of the option to this message.
 
 The names, defaults and help texts of a function's parameters are parsed from its source code. Importing the function
 would import torch, which takes seconds, and --help does not need it. The function is imported only when the user passes
@@ -133,8 +133,8 @@ def texts_of(value: object) -> list[str]:
 class Number:
     """The type of an option that is a number or, with `several`, numbers separated by commas.
 
-    `kind` receives the module `support.arguments` and returns the kind of the allowed values. The module is imported
-    when an option has a value, because it imports torch.
+    `kind` is a function that receives the module `support.arguments` and returns one of its `Kind` objects, which
+    checks the values. The module imports torch, so it is imported only when the option has a value.
     """
 
     read: type[int] | type[float]
@@ -165,7 +165,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A function's parameter or a dataclass's field: the type of its option, its default, and its help."""
+    """A parameter of a function or a field of a dataclass, as an option: its type, default and help text."""
 
     value: Any  # an argument of `option`: bool, a type, or the placeholder of a text
     default: Any
@@ -195,7 +195,7 @@ def parameters(function: str) -> Mapping[str, Parameter]:
 
 
 def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
-    """Returns the definition of a name in a module, or in the module that the name is imported from."""
+    """Returns the definition of a name. If the module only imports the name, searches the module that defines it."""
     path = Path(rx.__file__).parent.joinpath(*module.split(".")[1:])
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
     # Blocks of `if TYPE_CHECKING:` are searched, too. A module imports names there that it only loads on first use.
@@ -250,10 +250,10 @@ POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POI
 
 
 def device(text: str) -> str:
-    """Returns the text of the option --device if it names an available device. argparse calls this function as `type`.
+    """Returns the value of --device if it names an available device. argparse calls this function as the option's type.
 
     Raises:
-        ArgumentTypeError: torch finds no such device on this machine.
+        ArgumentTypeError: torch finds no such device.
     """
     from attnrx.support.arguments import DEVICE  # imports torch
 
@@ -288,8 +288,8 @@ def option(
 def add_arguments(group: argparse._ActionsContainer, function: str, *names: str, **values: Any) -> None:
     """Adds arguments of the public function or dataclass `attnrx.FUNCTION` as options, with their help.
 
-    `names` are arguments whose types come from the function's signature. `values` maps other arguments to their types,
-    or to the placeholder that the help shows for a number. If the user omits an option, its value is None and
+    For the arguments in `names`, the types come from the function's signature. `values` maps other arguments to a type,
+    or to the placeholder that the help shows for their value. If the user omits an option, its value is None, and
     `given_arguments` leaves it out. The function then uses its own default, which the help shows.
     """
     options_of = group.get_default("options_of") or {}
@@ -307,7 +307,7 @@ def add_arguments(group: argparse._ActionsContainer, function: str, *names: str,
 
 
 def given_arguments(arguments: Namespace, function: str) -> dict[str, Any]:
-    """Returns the values of a function's flags, and of its other options that the user passed (see `add_arguments`)."""
+    """Returns the values of a function's flags, and of all other options that the user passed (see `add_arguments`)."""
     values = {name: getattr(arguments, name) for name in arguments.options_of[function]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -449,11 +449,12 @@ def parse_losses(
 ) -> "tuple[rx.losses.Loss, ...]":
     """Returns the losses for training. If `task` is true and no text names a task loss, the default task loss is first.
 
-    `shared` holds default values of parameters (the teacher and its weights) for all losses that have these parameters.
+    `shared` holds default values of parameters, e.g. the teacher and its weights. They apply to all losses that have
+    these parameters.
 
     Raises:
-        InvalidInput: A text names a task loss although `task` is false, no loss has a parameter in `shared`, or there
-            are no losses.
+        InvalidInput: A text names a task loss although `task` is false, no loss uses one of the parameters in `shared`,
+            or there are no losses.
     """
     losses = tuple(rx.losses.parse_loss(text, shared) for text in texts)
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)

@@ -4,8 +4,8 @@
     for batch in splits.train.batches(256, seed=0, augmentation=splits.augmentation):
         batch.images, batch.labels
 
-Small images are decoded once, kept in memory as uint8 and augmented in batches on the device. Photographs, and sets
-that do not fit into memory, are decoded again in every pass.
+Small images are decoded once, kept in memory as uint8 and augmented in batches on the device. Photographs are decoded
+again in every pass, and so are image sets that do not fit into memory.
 """
 
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages

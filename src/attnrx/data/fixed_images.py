@@ -38,8 +38,8 @@ def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Itera
     """Seeds the global random generators of Python, NumPy and torch inside the context, and restores them afterwards.
 
     Random transforms in a user's dataset draw from these global generators. With a fixed seed, the same images are
-    therefore read every time, and your own random state does not change. Other `generators`, e.g. a sampler's, are only
-    restored.
+    therefore read every time, and your own random state does not change. The state of other `generators`, e.g. a
+    sampler's, is restored but not seeded.
     """
     own = [(generator, generator.get_state()) for generator in generators]
     with restored_random_states():
@@ -65,8 +65,8 @@ def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
 class ImageStore(Displayed):
     """Images as they were read. Each image has a label (-1 if unknown), its row in the source, and a hash.
 
-    `values` holds the images in the dtype of the source, or as 8-bit codes. A code is an index into `levels`, which
-    holds the value of every pixel level in each channel.
+    `values` holds the images in the dtype of the source, or as 8-bit codes. A code is an index into `levels`: for each
+    channel, `levels` holds the values that the 256 pixel levels have in the source.
     """
 
     values: Float[Tensor, "stored channels height width"] | UInt8[Tensor, "stored channels height width"]
@@ -140,7 +140,7 @@ def read_once(
     limit: int = MAX_IMAGES,
     distinct: bool = False,
 ) -> FixedImages:
-    """Reads batches once into a store. Above MEMORY bytes, the store uses a file, which is deleted with the store.
+    """Reads batches once into a store. A store of more than MEMORY bytes uses a file, which is deleted with it.
 
     If images have several sizes, the returned set contains the images of the most frequent size, and its `others`
     contains the rest.
@@ -206,16 +206,16 @@ def _decoded(
 
 
 def _flat(codes: Tensor) -> Tensor:
-    """Returns the index of every value in the flattened levels."""
+    """Returns for every code its index in the flattened table of levels."""
     return codes.long() + (LEVELS * torch.arange(codes.shape[1]))[:, None, None]
 
 
 class _Writer:
-    """Collects images of one shape in memory, or, beyond MEMORY bytes, in a temporary file.
+    """Collects images of one shape in memory. If they need more than MEMORY bytes, uses a temporary file instead.
 
-    Images made from 8-bit pixels are stored as codes without loss, together with the value of every pixel level in each
-    channel. Such images have at most 256 values per channel, even after resizing, cropping and normalization. The
-    model's normalization is used to find the level of a pixel. The values of the levels are copied from the images,
+    Images made from 8-bit pixels have at most 256 different values per channel, even after resizing, cropping and
+    normalization. They are stored without loss as 8-bit codes, and the values of all codes are stored once per channel.
+    The model's normalization is used to find the code of a value. The values themselves are copied from the images,
     because the user's preprocessing may round differently.
     """
 
@@ -244,7 +244,7 @@ class _Writer:
         self.count += len(batch)
 
     def _codes(self, images: ImageBatch) -> UInt8[Tensor, "batch channels height width"] | None:
-        """Returns the codes, or None if the images have values that are not pixel levels."""
+        """Returns the images as codes, or None if they have values that are not normalized 8-bit pixels."""
         if self.levels is None or self.normalization is None:
             return None
         pixels = 255 * self.normalization.invert(images.to(torch.promote_types(images.dtype, torch.float32)))
@@ -284,5 +284,5 @@ class _Writer:
         return stored.view(self.dtype if self.levels is None else torch.uint8).view(self.count, *self.shape)
 
     def store(self) -> ImageStore:
-        """Returns the collected images, with the levels if they are stored as codes."""
+        """Returns the collected images as a store. If the images are stored as codes, the store also has the levels."""
         return ImageStore(self._values(), self.levels, *map(torch.cat, zip(*self.parts, strict=True)))

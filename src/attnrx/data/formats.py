@@ -39,8 +39,8 @@ class Opened:
     """An opened dataset: stored images by split, class names, and notes about decisions made on opening.
 
     If there are no class names, the images have no labels. The stored labels are then zeros, and `remedy` says how to
-    add labels. `keys` holds one name per training image, and a hash of these names selects the images that are held
-    out. Without `keys`, the row numbers are hashed.
+    add labels. `keys` holds one name per training image. Which images are held out depends on hashes of these names, or
+    of the row numbers if there are no `keys`.
     """
 
     splits: Mapping[str, StoredImages]
@@ -107,12 +107,13 @@ def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[s
 
 
 def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns the images of every split. A folder in `root` that is named after a split holds its images.
+    """Returns the images of every split. If a folder in `root` has the name of a split, it holds the split's images.
 
     If no folder has the name of a split, all images are training images.
 
     Raises:
-        DataError: Two folders name the same split, or a folder beside them has images and may be a class.
+        DataError: Two folders name the same split, or beside the folders of splits there is a folder with images that
+            may be a class.
     """
     folders: dict[str, Path] = {}
     for entry in _subfolders(root):
@@ -148,7 +149,7 @@ def class_folders(folder: Path) -> Listing:
     If no subfolder has images, the images in the folder itself are returned, each with the class name "".
 
     Raises:
-        DataError: A file name is not UTF-8, or the class folders seem to be nested deeper.
+        DataError: A file name is not UTF-8, or the class folders seem to be at a deeper level.
     """
     listing: Listing = []
     for entry in _subfolders(folder):
@@ -160,13 +161,13 @@ def class_folders(folder: Path) -> Listing:
 
 
 def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
-    """Raises DataError if the class folders seem to be nested deeper.
+    """Raises DataError if the class folders seem to be at a deeper level.
 
-    Deeper class folders are assumed in three cases:
+    This is assumed in three cases:
 
-    - All folders have the same subfolders, e.g. <corruption>/<severity>/<class>.
-    - The only folder has several subfolders.
-    - Images are three folders deep.
+    - All folders have the same subfolders, as in <corruption>/<severity>/<class>.
+    - There is only one folder, and it has several subfolders.
+    - Some images are three folders deep.
     """
     inside: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for parent, word in dict.fromkeys((path.parent, word) for path, word in listing):
@@ -210,9 +211,9 @@ class Columns:
 
     If you name no columns, attnrx reads the image from the first of IMAGE_KEYS (`data.images`) that a table has, and
     the label from the first of LABEL_KEYS. If a table has none of LABEL_KEYS, attnrx looks for columns that the schema
-    declares as classes, or whose name says label, class, category or target. A single such column is used. Without such
-    a column, the images have no labels. If there are several, you must name one. `test_column` may name a boolean
-    column. The test split then contains only the rows in which this column is true.
+    declares as classes, or whose name says label, class, category or target. If there is exactly one such column,
+    attnrx uses it. If there are several, you must name one. If there is none, the images have no labels. `test_column`
+    may name a boolean column. The test split then contains only the rows in which this column is true.
     """
 
     example = "attnrx.data.Columns(image_column='image')"
@@ -225,7 +226,7 @@ class Columns:
         require_fields(self)
 
     def in_table(self, features: Mapping[str, Any], source: str) -> "Columns":
-        """Returns the image and label columns of a table with these features (types by name, as in `datasets`).
+        """Returns the image and label columns of a table with these `features`, a mapping from column names to types.
 
         Raises:
             DataError: The table has no image column, lacks a column that was named, or has several possible labels.
@@ -285,7 +286,7 @@ def open_hub(
 
 
 def require_columns(files: Sequence[Path], columns: Columns) -> None:
-    """Checks that every file is complete, has the columns and numbers the classes in the same way.
+    """Checks that every file is complete, has the columns, and numbers the classes in the same way as the others.
 
     The class names of a table come from its first file, so a different order in another file would mislabel images.
 
@@ -316,8 +317,8 @@ def require_columns(files: Sequence[Path], columns: Columns) -> None:
 def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
     """Maps parquet files into memory, and reads the labels.
 
-    Files are grouped into splits by their names. If no file name contains a split, rows are grouped by the column
-    `split`.
+    If the paths of the files name splits, each file belongs to the split in its path. Otherwise, rows are grouped by
+    the column `split`.
 
     Raises:
         DataError: A file is damaged or empty, or the labels of the files do not match.
@@ -374,7 +375,7 @@ def _unwritten(error: BaseException | None) -> OSError | None:
 
 
 def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[Path]]:
-    """Groups files by the split in their name or in their folder below `root`. Files without a split are under ""."""
+    """Groups files by the split that their path below `root` names. Files that name no split have the key ""."""
     groups: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files):
         # Folders above the dataset do not name a split, e.g. /data/test/set. A single file contains all splits.
@@ -452,7 +453,7 @@ def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.Chu
 
 
 def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) -> dict[str, Int[Tensor, "rows"]]:
-    """Returns the rows of a table, grouped by split.
+    """Returns the row numbers of a table, grouped by split.
 
     If `name` is not empty, all rows belong to this split. Otherwise, rows are grouped by the column `split`. Without
     such a column, all rows belong to train. If `columns` names a test column, the test split has only the rows in which
@@ -502,8 +503,8 @@ def _labels(
 ) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
     """Returns the labels of every split as class numbers, and the class names, which are the same for all splits.
 
-    Labels are words or numbers. For numbers, `class_names` holds the names from the schema. If the schema has no names,
-    the class names are the numbers.
+    Labels are words or numbers. For numbers, `class_names` are the names that the schema gives to the classes. If the
+    schema gives no names, each class is named by its number.
     """
     values = {name: _label_values(table.column(label_column), source) for name, table in tables.items()}
     are_words = {name: each.dtype.kind not in "iu" for name, each in values.items()}

@@ -1,8 +1,8 @@
-"""Image sets, which yield batches in a repeatable order, and the image set for images that attnrx itself decodes.
+"""Image sets, which yield batches in a repeatable order. One of the classes is for images that attnrx itself decodes.
 
 The trainer relies on two guarantees. A pass that starts at step s equals a full pass without its first s steps, so
-training can resume exactly. N parallel processes read the same images as one process, in the same order and with the
-same random numbers.
+training can resume exactly. N parallel processes together read the same images as a single process, in the same order
+and with the same random numbers.
 """
 
 import hashlib
@@ -100,8 +100,9 @@ class Draws(NamedTuple):
 class Augmentation:
     """Random crops with `padding` black pixels around the image, and mirroring of half the images.
 
-    If `area` is (low, high), the crop is instead a random window, resized to the model's input. The window covers a
-    share of the picture between low and high. Such crops need whole pictures, so every pass decodes the split again.
+    If `area` is (low, high), the crop is instead a random window, which is resized to the model's input size. The
+    window covers a random share of the picture's area, between low and high. Such crops need whole pictures, so every
+    pass decodes the split again.
     """
 
     example = "attnrx.data.Augmentation()"
@@ -116,7 +117,7 @@ class Augmentation:
             raise InvalidInput(f"Augmentation(area={self.area}): area is a range of shares, 0 < low <= high <= 1.")
 
     def draw(self, count: int, generator: torch.Generator) -> Draws:
-        """Draws random numbers for `count` images. Disabling one option does not change the numbers of the others."""
+        """Draws random numbers for `count` images. Disabling an option does not change the numbers for the others."""
         return Draws(
             shift=torch.randint(0, 2 * self.padding + 1, (count, 2), generator=generator),
             mirror=(torch.rand(count, generator=generator, dtype=torch.float32) < 0.5) & self.flip,
@@ -180,14 +181,14 @@ class Pass:
             )
 
     def steps(self, count: int) -> Iterator[tuple[Int[Tensor, "local"], Draws | None]]:
-        """Yields, for every step, this process's positions among `count` images and its random numbers.
+        """Yields, for every step, the positions (among `count` images) that this process reads, and its random numbers.
 
-        A shuffled pass drops the last incomplete batch. Each process gets a contiguous share of a batch, in the order
-        of the processes. Shares are equal, except in the last batch of an ordered pass. If this process's share of that
-        batch is empty, its step is skipped.
+        A shuffled pass drops the last incomplete batch. Each process gets a contiguous share of every batch, in the
+        order of the processes. The shares have equal sizes, except in the last batch of an ordered pass. If this
+        process gets no images of the last batch, it skips the step.
 
         Raises:
-            DataError: The images do not fill one batch of a shuffled pass, or the pass starts after its end.
+            DataError: There are too few images for one batch of a shuffled pass, or the pass starts after its end.
         """
         steps = count // self.batch_size if self.seed is not None else -(-count // self.batch_size)
         if steps == 0 and self.seed is not None:
@@ -220,7 +221,7 @@ class Pass:
 class ImageSet(ABC):
     """The images of one split. Every call of `batches` begins a new pass, so an image set is never used up.
 
-    `notes` says how the images were read, and evidence repeats these notes. `problem` says why the labels, if there are
+    `notes` says how the images were read, and is copied into the evidence. `problem` says why the labels, if there are
     any, cannot be compared with a model's predictions. `can_augment` is True if the images have no transforms of their
     own, so that attnrx may crop and mirror them.
     """
@@ -256,7 +257,7 @@ class ImageSet(ABC):
         """Returns the labels if they are known before the images are read, else None."""
 
     def take(self: Images, count: int) -> Images:
-        """Returns `count` images, balanced over the classes if labels are known before reading, else evenly spaced.
+        """Returns `count` images: balanced over the classes if labels are known in advance, else evenly spaced.
 
         Raises:
             DataError: The set has fewer than `count` images, or `count` is below 1.
@@ -274,10 +275,10 @@ class ImageSet(ABC):
         return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
 
     def limited_to(self, num_classes: int) -> "ImageSet":
-        """Returns the images, and checks that a user's labels are below `num_classes`.
+        """Returns the images. If they are a user's own, checks that their labels are below `num_classes`.
 
-        Named datasets are not checked here, because attnrx checks their labels on loading. The check runs on the CPU,
-        because on a GPU an invalid label would abort the process.
+        Datasets that attnrx loads are not checked here, because their labels are checked on loading. The check runs on
+        the CPU, because on a GPU an invalid label would abort the process.
         """
         return self
 
@@ -305,7 +306,7 @@ class ImageSet(ABC):
             seed: The seed for order and augmentation. Use a different one for every epoch.
             augmentation: Random crops and mirroring, for training.
             device: The device of the batches.
-            shard: (p, N) means that process p of N receives its part of each batch.
+            shard: A pair (p, N): this process is number p (from 0) of N processes, and receives its part of each batch.
             start: The number of steps to skip. The pass then continues as if the earlier steps had run.
 
         Raises:
@@ -339,7 +340,7 @@ class RowImages(ImageSet):
 
 
 def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[bytes]) -> str:
-    """Returns a fingerprint: the name, the number of images, and a hash of all labels and of some images' contents."""
+    """Returns a fingerprint: the name, the number of images, and a hash of all labels and of the given `samples`."""
     hashed = hashlib.sha256(f"{name}:{len(labels)}".encode())
     hashed.update(labels.cpu().numpy().tobytes())
     for sample in samples:
@@ -399,8 +400,8 @@ def hold_out(
 ) -> Bool[Tensor, "images"]:
     """Returns a mask that selects this share of every class. It selects the same images on every machine.
 
-    The selected images have the lowest hashes of seed and key. Every class with at least two images has at least one
-    image in the mask, and at least one outside.
+    Seed and key of each image are hashed, and the images with the lowest hashes are selected. If a class has two or
+    more images, at least one of them is selected, and at least one is not.
     """
     # With a hash, unlike a random permutation, most images keep their side when others are added or removed. 7 bytes
     # fit into a signed int64.
@@ -451,11 +452,11 @@ class StoredImages(Displayed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LoadedImages(Displayed, RowImages):
-    """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
+    """Some rows of stored images, resized and cropped as `geometry` says, and augmented in batches on the device.
 
     `photos` says whether training crops parts of the pictures. If so, decoded pictures are not kept in memory.
     `numbers` maps every class of the dataset to a class number of the model's head, or to -1 (no label). Without
-    `numbers`, the dataset's labels are used. `problem` says why the labels do not fit a head.
+    `numbers`, the dataset's labels are used. If the labels do not fit the head, `problem` says why.
     """
 
     store: StoredImages
@@ -481,7 +482,7 @@ class LoadedImages(Displayed, RowImages):
         return replace(self, numbers=numbers if self.numbers is None else numbers[self.numbers], problem=None)
 
     def renormalized(self, normalization: Normalization) -> "LoadedImages":
-        """Returns the same images with another normalization, for a model that was trained with other statistics."""
+        """Returns the same images, normalized by the mean and standard deviation that another model needs."""
         return replace(self, normalization=normalization)
 
     @property
@@ -515,7 +516,7 @@ class LoadedImages(Displayed, RowImages):
     def _decoded(
         self, steps: Iterable[tuple[Tensor, Draws | None]], windows: Augmentation | None
     ) -> Iterator[tuple[Int[Tensor, "batch"], Draws | None, UInt8[Tensor, "batch channels height width"]]]:
-        """Yields the rows, the random numbers and the pixels of every step. Threads decode the next steps in advance.
+        """Yields every step's rows, random numbers and pixels. Threads decode the images of later steps in advance.
 
         Images are yielded in order, so every run reports the same corrupt image first.
         """
@@ -544,7 +545,7 @@ class LoadedImages(Displayed, RowImages):
     def _picture(
         self, windows: Augmentation | None, row: int, window: Tensor | None
     ) -> UInt8[Tensor, "channels height width"]:
-        """Returns a picture's pixels, cropped to `window`. Without a window, resizes and crops as in evaluation."""
+        """Returns a picture's pixels, cropped to `window`. If it is None, resizes and crops as in evaluation."""
         pixels = self.store.picture(row, self.geometry.channels, self.geometry.alpha)
         if windows is None or window is None:
             try:

@@ -31,9 +31,9 @@ class DatasetCard:
     """The properties of a named dataset.
 
     `normalization` is the published mean and standard deviation of the training images, at their own size and without
-    borders. Datasets without published values use ImageNet's. `flip` says whether training mirrors images, and `shift`
-    whether it pads them and crops them at random. `open` returns a dataset that needs no file. `publisher` says where
-    you can download a dataset that is not on a hub.
+    borders. If nothing is published for a dataset, ImageNet's values are used. `flip` says whether training mirrors
+    images, and `shift` whether it pads them and crops them at random. If a dataset needs no file, `open` is a function
+    that returns it. If a dataset is on no hub, `publisher` says where you can download it.
     """
 
     geometry: ImageGeometry
@@ -58,7 +58,7 @@ def open_digits() -> Opened:
 def stored_greys(
     images: UInt8[Tensor, "images height width"], labels: Int[Tensor, "images"], name: str
 ) -> StoredImages:
-    """Returns grey images held in memory. `name` names an image in messages, with {} in place of the image's number."""
+    """Returns grey images in memory. `name` is how messages call an image, with {} in place of its number."""
     # The content is a PGM file, a header and then the pixels, so these images are read like all others.
     header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])
     return StoredImages(
@@ -164,10 +164,10 @@ class DatasetLocation:
 
 
 def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
-    """Finds a dataset, and runs all checks that are possible without reading images or labels.
+    """Finds a dataset, and checks everything that can be checked without reading images or labels.
 
     Raises:
-        DataError: There is nothing at the path, attnrx does not read its format, a file is damaged, or it lacks a
+        DataError: There is nothing at the path, attnrx does not read its format, a file is damaged, or a table lacks a
             column that was named.
         NotSupported: The library that reads the format is not installed.
     """
@@ -208,7 +208,7 @@ def _spellings() -> dict[str, str]:
 
 
 def catalogue_name(name_or_path: str | Path) -> str | None:
-    """Returns the catalogue name of a dataset, or None. Accepts all spellings, and paths that end with one."""
+    """Returns the catalogue name of a dataset, or None. Accepts every spelling, and paths that end with one."""
     path = Path(name_or_path)
     spelling = path.stem if path.suffix == ".parquet" else path.name
     return _spellings().get(spelling.lower())
@@ -264,8 +264,8 @@ def load_data(
     """Returns train, validation and test images from a known name, a local path or a hub id.
 
     Small images are decoded on first use and kept in memory. Other images are decoded in every pass. A folder of images
-    has labels only if every class has a folder. If an image cannot be decoded, the first pass that needs the image
-    raises an error with its location.
+    has labels only if every class has a folder. If an image cannot be decoded, the first pass that needs it raises an
+    error that says where the image is.
 
     The catalogue says how the pictures of a known dataset are resized and cropped. For other datasets, attnrx chooses
     this geometry from a few pictures. `adapt_preprocessing` replaces the geometry with the model's own preprocessing.
@@ -277,15 +277,15 @@ def load_data(
             be a folder in the layout that the authors of CIFAR, MNIST, Food-101, DTD, ImageNet, Tiny ImageNet or
             ImageNet-C publish.
         image_size: The side of the input in pixels, or (height, width).
-        geometry: How pictures become pixels: size, resizing, crop and channels. It overrides `image_size`.
-        validation_share: The share of each class that is held out of train if there is no validation split. With 0
-            there are no validation images.
+        geometry: How pictures become pixels: size, resizing, crop and channels. It takes precedence over `image_size`.
+        validation_share: The share of each class that is held out of the training split, if there is no validation
+            split. With 0, there are no validation images.
         seed: The seed that selects the held-out validation images. Nothing else is random.
         columns: The names of a table's image and label columns. By default, the usual names are tried.
 
     Raises:
         InvalidInput: An argument has a wrong type or value.
-        DataError: There is no such dataset, or it is damaged, empty, or without the columns that were named.
+        DataError: There is no such dataset, it is damaged or empty, or it lacks a column that was named.
         NotSupported: The library that reads the format is not installed.
 
     Examples:
@@ -332,8 +332,8 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
     """Renames the splits to train, validation and test, drops other splits with a note, and checks the labels.
 
     Raises:
-        DataError: Two splits have the same meaning, no split has a known name, a split is empty, a label is outside the
-            classes, or a class does not occur in train.
+        DataError: Two splits have names for the same split, no split has a known name, a split is empty, a label is not
+            a class number, or a class does not occur in train.
     """
     splits: dict[str, StoredImages] = {}
     notes = list(opened.notes)
@@ -377,12 +377,13 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
 def assign(
     opened: Opened, source: str, share: float, seed: int
 ) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
-    """Assigns every image to train, validation or test. Returns each part's stored split and rows, and notes.
+    """Assigns every image to train, validation or test. Returns the stored split and the rows of each part, and notes.
 
-    If there is no test split, the validation images become the test split. A split that is still missing is held out of
-    train, with the same share of each class. Images are selected by a hash of their `keys`, or of their row numbers if
-    there are no keys. `share` and `seed` only affect the validation images. Test images are selected with a fixed share
-    and seed, so they are always the same. Without a train split, nothing is held out.
+    If there is no test split, the validation images become the test split. If a split is still missing, it is held out
+    of the training split, with the same share of each class. Which images are held out depends on hashes of their
+    `keys`, or of their row numbers if there are no keys. `share` and `seed` only affect the validation images. Test
+    images are selected with a fixed share and seed, so they are always the same. Without a train split, nothing is held
+    out.
 
     Raises:
         DataError: No class in train has two images, so none can be held out.
@@ -410,7 +411,7 @@ def assign(
 
 
 def _geometry_of(opened: Opened, card: DatasetCard | None, size: int | Sequence[int] | None) -> ImageGeometry:
-    """Returns the catalogue's geometry, or guesses one from pictures. `size` replaces the geometry's size."""
+    """Returns the catalogue's geometry, or guesses one from some pictures. If `size` is given, it replaces the size."""
     requested = (size[0], size[1]) if isinstance(size, Sequence) else size
     if card is None:
         stored = opened.splits.get("train") or next(iter(opened.splits.values()))
@@ -424,7 +425,7 @@ def _geometry_of(opened: Opened, card: DatasetCard | None, size: int | Sequence[
 
 
 def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple[int, int] | None) -> ImageGeometry:
-    """Chooses the geometry of a dataset without a known geometry, from a few of its pictures."""
+    """Chooses a geometry for a dataset that is not in the catalogue, from a few of its pictures."""
     channels = 3 if max(picture.shape[0] for picture in pictures) >= 3 else 1
     sides = [min(picture.shape[-2:]) for picture in pictures]
     if max(sides) > SMALL:
@@ -433,5 +434,5 @@ def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple
 
 
 def _are_photos(geometry: ImageGeometry) -> bool:
-    """Returns whether a catalogued or guessed geometry is meant for photographs (`ImageGeometry.of_size`)."""
+    """Returns whether a geometry from the catalogue, or a guessed one, is for photographs (`ImageGeometry.of_size`)."""
     return geometry.resize_to != geometry.size

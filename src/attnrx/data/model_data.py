@@ -25,10 +25,10 @@ from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 
 @dataclass(frozen=True, eq=False)
 class ModelBatches:
-    """Batches of any form, and the function `inputs`, which turns a batch into the arguments of a module's forward.
+    """Batches of any form, and a function `inputs` that turns a batch into the arguments of a module's `forward`.
 
     Labels are found as in `image_set`: the second entry of a pair, or an entry under one of LABEL_KEYS. If `inputs`
-    passes this entry to the forward, the entry is not treated as a label.
+    passes this entry on to `forward`, it is not treated as a label.
     """
 
     data: Any
@@ -37,7 +37,7 @@ class ModelBatches:
 
     @classmethod
     def of(cls, data: Any, inputs: Callable[[Any], Any] | None) -> Any:
-        """Returns the data together with `inputs`, split by split. If `inputs` is None, returns the data unchanged.
+        """Returns the data together with `inputs`, for every split. If `inputs` is None, returns the data unchanged.
 
         Raises:
             InvalidInput: The data cannot be iterated, or can be iterated only once.
@@ -53,7 +53,7 @@ class ModelBatches:
         return cls(data, inputs)
 
     def example(self) -> Any:
-        """Returns the arguments that `inputs` makes from the first batch, for a call of the model.
+        """Calls `inputs` on the first batch, and returns the arguments for the model that it makes.
 
         Raises:
             DataError: The data are empty, or cannot be read.
@@ -64,7 +64,7 @@ class ModelBatches:
         raise DataError("data is empty; give at least one batch.")
 
     def packed(self, inputs: ModuleInputs | None) -> "ModelBatches":
-        """Returns the batches as pairs of images and labels. `inputs` packs all arguments of the forward into images.
+        """Returns the batches as pairs (images, labels). `inputs` packs the arguments of `forward` into one tensor.
 
         Raises:
             InvalidInput: The model takes only images, so there is nothing to pack.
@@ -97,10 +97,10 @@ def normalization_of(model: nn.Module) -> Normalization:
 
 
 def preprocessing_of(model: nn.Module) -> Preprocessing:
-    """Returns the preprocessing that the model's own library defines for pictures.
+    """Returns the preprocessing of pictures that the model's own library defines for this model.
 
     If the library defines no preprocessing, the input size decides. For small inputs, pictures are resized to fill the
-    input. For larger inputs, pictures are resized to 256/224 of the input and cropped at the center.
+    input. For larger inputs, they are resized to 256/224 of the input size, and then cropped at the center.
 
     Raises:
         NotSupported: No model family matches.
@@ -172,10 +172,11 @@ def splits_for(
 
     `Splits` are returned unchanged. In a mapping (such as a `datasets.DatasetDict`), the keys are the names of the
     splits. Other data become the training images. A missing split raises an error only when it is used. Images are read
-    once, at most `limit` per split. With `training`, the rows of a dataset are read again in every pass, in any order.
+    once, at most `limit` per split. With `training`, the rows of a dataset are instead read again in every pass, in the
+    order of that pass.
 
     Raises:
-        InvalidInput: A split has an unknown name or occurs twice, or training data cannot be read by row.
+        InvalidInput: A split has an unknown name or occurs twice, or single rows of the training data cannot be read.
         DataError: The data is empty, or reading it raised an error.
     """
     if isinstance(data, Splits):
@@ -224,7 +225,7 @@ def splits_for(
 def stated_image_size(data: Any) -> tuple[int, int] | None:
     """Returns the height and width of images that you pass as tensors, batches or a dataset.
 
-    Returns None if the data has no size of its own, e.g. a dataset's name or pictures without a transform.
+    Returns None if the data itself has no size, e.g. a dataset's name, or pictures without a transform.
     """
     if isinstance(data, Mapping):
         data = next(iter(data.values()), None)
@@ -263,9 +264,9 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
     """Returns the splits with the model's preprocessing, and with the model's class indices as labels.
 
     Pictures that attnrx decodes get the size, crop, interpolation and channels that the model's own library uses. If
-    the library defines no preprocessing, the dataset's own is kept, at the model's input size. ImageNet subsets need no
-    `label_map` (see `data.fit_labels`). If labels do not fit the head, an error is raised only when the labels are
-    used.
+    the library defines no preprocessing, the dataset's own preprocessing is kept, at the model's input size. Subsets of
+    ImageNet need no `label_map` (see `data.fit_labels`). If labels do not fit the head, an error is raised only when
+    the labels are used.
 
     Args:
         splits: The dataset.

@@ -1,4 +1,4 @@
-"""Reads datasets as their authors publish them: pixel arrays, lists of files, or images with a separate label file."""
+"""Reads datasets in the form that their authors publish: pixel arrays, lists of files, or images with a label file."""
 
 import csv
 import gzip
@@ -46,7 +46,7 @@ Reader = tuple[str, Callable[[], Opened]]  # the name of the dataset, and the fu
 
 
 def open_published(root: Path) -> Opened:
-    """Opens a folder in the layout of a known dataset's authors. Other folders are opened by `open_folder`.
+    """Opens a folder whose files have the layout of a known dataset. Opens all other folders with `open_folder`.
 
     The known layouts are CIFAR-10 and CIFAR-100 (binary and Python), MNIST and FashionMNIST (idx), Food-101, DTD, Tiny
     ImageNet, ImageNet and the folders CORRUPTION/SEVERITY of ImageNet-C. For ImageNet, all validation images are in one
@@ -72,7 +72,7 @@ def open_published(root: Path) -> Opened:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Returns the subfolders of a folder, and any folder "raw" in them, in which torchvision puts files."""
+    """Returns the subfolders of a folder, and the folders "raw" in them, where torchvision stores files."""
     inner = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and not entry.name.startswith(".")][:100]
     return [each for entry in inner for each in (entry, entry / "raw") if each.is_dir()]
 
@@ -142,7 +142,7 @@ def _cifar_names(meta: Path, classes: int) -> tuple[str, ...]:
 
 
 def _idx(folder: Path) -> Reader | None:
-    """Finds idx files (MNIST and FashionMNIST). They may be compressed, and have a dash or a dot in their names."""
+    """Finds idx files (MNIST and FashionMNIST), compressed or not, with a dash or a dot in their names."""
     files = {}
     for split, name in (("train", "train"), ("test", "t10k")):
         pairs = [sorted(folder.glob(f"{name}-{kind}?idx*-ubyte*")) for kind in ("images", "labels")]
@@ -164,7 +164,7 @@ def _idx_splits(files: Mapping[str, Sequence[Path]]) -> Opened:
 
 
 def _idx_array(file: Path, magic: int) -> np.ndarray:
-    """Reads an idx file: four bytes with the number of dimensions, the size of each one, and the bytes of the array."""
+    """Reads an idx file: four bytes with the number of dimensions, the size of each dimension, and the array."""
     content = _required(file).read_bytes()
     if file.suffix == ".gz":
         try:

@@ -1,8 +1,8 @@
 """Train, validation and test images: their labels, and how they are divided.
 
-A dataset's labels may already be the class numbers of the model's head. If they are not, they are mapped to the head's
-classes, or an error says why they do not fit. Images are divided into three disjoint parts: for planning and fitting,
-for measuring predictions, and for verification.
+If a dataset's labels are not the class numbers of the model's head, they are mapped to the head's classes. If this is
+not possible, an error says why. Images are divided into three disjoint parts: for planning and fitting, for measuring
+predictions, and for verification.
 """
 
 import re
@@ -44,8 +44,8 @@ class Splits(Displayed):
     """A dataset that is ready for use: three image sets, their class names and their preprocessing.
 
     `augmentation` is used for training. It is None if the dataset transforms its images itself. `notes` lists the
-    decisions made on loading. `image_size` is the side of a square in pixels, or (height, width). `geometry` says how
-    pictures are resized and cropped to this size. It is None if attnrx does not resize the images itself.
+    decisions that were made on loading. `image_size` is the side of a square in pixels, or (height, width). `geometry`
+    says how pictures are resized and cropped to this size. It is None if attnrx does not resize the images itself.
     """
 
     example = "attnrx.load_data('cifar10')"
@@ -63,19 +63,19 @@ class Splits(Displayed):
     geometry: ImageGeometry | None = None
 
     def changed(self, change: Callable[[LoadedImages], ImageSet], **others: Any) -> "Splits":
-        """Returns the splits with `change` applied to images that attnrx decodes, and other fields replaced."""
+        """Returns the splits with `change` applied to images that attnrx decodes, and with `others` as new fields."""
         decoded = {name: images for name in NAMES if isinstance(images := getattr(self, name), LoadedImages)}
         return replace(self, **{name: change(images) for name, images in decoded.items()}, **others)
 
     def renormalized(self, normalization: Normalization) -> "Splits":
-        """Returns the same images with another normalization, for a model that was trained with other statistics.
+        """Returns the same images, normalized by the mean and standard deviation that another model needs.
 
-        Images of a user's dataset stay the same, because the dataset's own transforms normalize them.
+        Images of a user's own dataset stay the same, because its transforms normalize them.
         """
         return self.changed(lambda images: images.renormalized(normalization), normalization=normalization)
 
     def with_geometry(self, geometry: ImageGeometry) -> "Splits":
-        """Returns the same pictures with another size, fit or number of channels. The normalization is not adapted."""
+        """Returns the same pictures with another size, crop or number of channels. The normalization is not adapted."""
         augmentation = self.augmentation
         if augmentation is not None and augmentation.padding:
             augmentation = replace(augmentation, padding=padding_for(geometry))
@@ -116,10 +116,10 @@ def with_missing(sets: Mapping[str, ImageSet], source: str) -> dict[str, Any]:
 def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
     """Returns the splits with the class numbers of a model's head as labels.
 
-    Labels stay unchanged if the dataset and the head have equally many classes. They also stay unchanged if the
-    dataset's class names are numbers that the head also has. If the classes are WordNet ids or ImageNet names and the
-    head has the 1,000 classes of ImageNet-1k, labels are mapped to these classes. Other labels cannot be compared with
-    the model's predictions, and functions that need them raise DataError. You can still use the images.
+    Labels stay unchanged if the dataset has as many classes as the head. They also stay unchanged if the dataset has
+    fewer classes and these are named by their numbers. If the classes are WordNet ids or ImageNet names and the head
+    has the 1,000 classes of ImageNet-1k, labels are mapped to these classes. Other labels cannot be compared with the
+    model's predictions, and functions that need them raise DataError. You can still use the images.
 
     Args:
         splits: The dataset.
@@ -149,7 +149,7 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
 
 
 def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """Returns the ImageNet-1k indices of classes, or None if a class has no WordNet id and no unambiguous name.
+    """Returns the ImageNet-1k index of every class, or None if a class has neither a WordNet id nor a unique name.
 
     Raises:
         DataError: The classes are WordNet ids, and timm, which lists them in order, is not installed.
@@ -224,13 +224,13 @@ def three_parts(
 ) -> ImageParts:
     """Reads the images once and divides them into parts for planning, measuring predictions, and verification.
 
-    Three splits are used as the three parts. With two splits, the first one is divided into images for planning and for
-    predictions. A single split is divided into all parts: at most a third for planning, at most half of the rest for
-    predictions, and the remainder for verification. `planned`, `predicted` and `verified` limit the number of images in
-    each part.
+    If the data has three splits, they are the three parts. If it has two, the first is divided into images for planning
+    and for predictions, and the second is for verification. A single split is divided into all three parts: at most a
+    third for planning, at most half of the rest for predictions, and the remainder for verification. `planned`,
+    `predicted` and `verified` limit the number of images in each part.
 
-    Images are compared by content, and an image that occurs several times is used once. If parts share an image, it
-    goes to verification rather than prediction, and to prediction rather than planning.
+    Images are compared by content, and an image that occurs several times is used once. If several splits contain an
+    image, it is used for verification rather than prediction, and for prediction rather than planning.
 
     Raises:
         DataError: There are too few different images.
@@ -273,8 +273,8 @@ def distinct_splits(splits: Splits) -> Splits:
 
     An image that occurs several times is used once. If two splits share an image, it stays in the later one, e.g. in
     test rather than in train. Images are compared by the bytes of their files, or by their pixels if they are already
-    decoded. Sets that cannot be read by row stay unchanged. If there are more than MOST_COMPARED images in total, all
-    splits stay unchanged.
+    decoded. Image sets that attnrx does not decode itself stay unchanged. If there are more than MOST_COMPARED images
+    in total, all splits stay unchanged.
 
     Raises:
         DataError: The splits have no images.
@@ -295,7 +295,7 @@ def distinct_splits(splits: Splits) -> Splits:
 
 
 def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
-    """Returns the images whose content does not occur in `others`. If they share no image, returns the set itself.
+    """Returns the images whose content does not occur in `others`. If there is no overlap, returns the set itself.
 
     Raises:
         DataError: All images are among `others`.
@@ -313,7 +313,7 @@ def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
 
 
 def read_images(images: ImageSet, normalization: Normalization | None = None, maximum: int = MAX_IMAGES) -> FixedImages:
-    """Reads the images, or `maximum` of them, once. Images that are already fixed are returned unchanged.
+    """Reads the images, or `maximum` of them, once. `FixedImages` are returned unchanged.
 
     Raises:
         DataError: There is no image, or one cannot be read.
@@ -339,7 +339,7 @@ def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
 
 
 def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -> dict[str, list[int]]:
-    """Returns the positions to keep in each set. Drops images that occur earlier in the set or in a later set.
+    """Returns the positions to keep in each set. Drops images that occur earlier in the same set, or in a later set.
 
     Adds a note for every set with dropped images.
     """

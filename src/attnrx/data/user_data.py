@@ -2,12 +2,12 @@
 
 `image_set` reads the data once into a `FixedImages` (`attnrx.data.fixed_images`). Data with a length and an index are
 read row by row: `torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a dataset. If the
-DataLoader has a sampler, every row that the sampler draws is read once. Other iterables are iterated once. For
-training, rows are read again in every epoch, in any order, so a run can be resumed exactly (`training_set`).
+DataLoader has a custom sampler, every row that it draws is read once. Other iterables are iterated once. For training,
+rows are read again in every epoch, in a new order, so a run can be resumed exactly (`training_set`).
 
 An item, or a batch, has one of three forms: only an image, a pair (image, label), or a mapping with an image under one
-of IMAGE_KEYS and a label under one of LABEL_KEYS. Images are float tensors with the model's normalization. If the
-images of a dataset are PIL pictures, they are preprocessed as in the model's own library (`Family.preprocessing`).
+of IMAGE_KEYS and a label under one of LABEL_KEYS. Images are float tensors with the model's normalization. PIL pictures
+in a dataset are preprocessed as in the model's own library (`model_data.preprocessing_of`).
 """
 
 import reprlib
@@ -98,7 +98,7 @@ def image_set(
     """Returns a user's data as an ImageSet, read in one pass. An ImageSet is returned unchanged.
 
     Labels are integers. Without labels, the set has a `label_problem`, and functions that need labels raise DataError.
-    If random transforms or samplers would return different images in a second reading, the set contains one random
+    If random transforms or samplers would return other images when they are read again, the set contains one random
     draw, and its `notes` say so.
 
     Args:
@@ -106,8 +106,8 @@ def image_set(
         preprocess: A function that turns a PIL picture into a float tensor [channels, height, width].
         argument: The name of the data in messages.
         normalization: The model's normalization. With it, images from 8-bit pixels are stored in one byte per value.
-        limit: The maximum number of images to read. If there are more rows, evenly spaced rows are chosen. If the
-            dataset lists its labels, the chosen rows are balanced over the classes.
+        limit: The maximum number of images to read. If there are more rows, the chosen rows are balanced over the
+            classes if the dataset lists its labels, else evenly spaced.
         seed: The seed for the random transforms and samplers of the data.
         outputs: The name of the model's `OutputKind`. For "multilabel", a label is a vector of 0 and 1. For
             "regression", "map" or "several", labels are not read. For "targets", labels are tensors of any shape, e.g.
@@ -134,9 +134,9 @@ def image_set(
 def training_set(
     data: ImageData, preprocess: Preprocess | None = None, argument: str = "data", *, inputs: Any = None
 ) -> ImageSet | None:
-    """Returns a user's data as an ImageSet that reads and augments its rows again in every pass, in any order.
+    """Returns a user's data as an ImageSet that reads its rows anew in every pass, in the order of that pass.
 
-    Returns None if the data can only be iterated, or if a sampler does not draw every row of the dataset once.
+    Returns None if the data can only be iterated, or if a sampler does not draw every row of the dataset exactly once.
 
     Raises:
         InvalidInput: The data has an unsupported type.
@@ -314,7 +314,7 @@ class _ItemReader:
         return numbers if self.outputs == TARGETS else numbers.long()
 
     def by_size(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Batch]]:
-        """Yields single items in one batch per image size, together with the positions of its items."""
+        """Yields one batch per image size, made of single items, together with the positions of these items."""
         pairs = [self.fields(item) for item in items]
         images, labels = [self._image(image) for image, _ in pairs], [label for _, label in pairs]
         sizes: dict[torch.Size, list[int]] = {}
@@ -341,7 +341,7 @@ class _ItemReader:
         return isinstance(image, Tensor) and image.ndim in (own + 1, 4) and (own <= 3 or image.ndim > own)
 
     def require_images(self, images: Any, dimensions: int) -> Tensor:
-        """Returns dense float images with `dimensions` axes. Raises InvalidInput for anything else."""
+        """Returns the images as dense float tensors with `dimensions` axes, or raises InvalidInput."""
         found = f"of type {type(images).__name__}"
         if isinstance(images, Tensor):
             if images.layout == torch.strided and not (images.is_meta or images.is_nested):
@@ -416,7 +416,7 @@ class IndexedImages(ImageSet):
             yield batch.to(order.device)
 
     def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
-        """Reads the rows once. If there are more than `limit`, evenly spaced or class-balanced rows are chosen."""
+        """Reads the rows once. If there are more than `limit`, chooses evenly spaced or class-balanced rows."""
         chosen, notes = self, list(self.notes)
         if len(self) > limit:
             chosen = self.at(self._spread(limit).sort().values)
@@ -433,7 +433,7 @@ class IndexedImages(ImageSet):
         return replace(images, notes=(*notes, *images.notes))
 
     def _read_rows(self, rows: Sequence[int]) -> list[Batch]:
-        """Reads some rows in this process. With a loader, returns one batch, else one batch per image size."""
+        """Reads some rows in this process. Returns one batch if there is a loader, else one per image size."""
         argument, items = self.reading.argument, []
         for row in rows:
             with user_code(f"item {row} of {argument} ({len(self):,} items)", DataError):
@@ -448,7 +448,7 @@ class IndexedImages(ImageSet):
         return [_with_rows(batch, [rows[position] for position in positions]) for positions, batch in found]
 
     def _read_batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        """Reads batches of rows in this order, with the worker processes of the DataLoader if it has any."""
+        """Reads batches of rows in the given order, with the DataLoader's worker processes if it has some."""
         loader = self.loader
         if loader is None or not loader.num_workers:
             yield from chain.from_iterable(map(self._read_rows, rows))
@@ -494,7 +494,7 @@ class IndexedImages(ImageSet):
 
 
 def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Adds every image's row to a batch. If the collate function dropped items, rows are unknown and not added."""
+    """Adds each image's row to a batch. Adds none if the collate function dropped items, as rows are then unknown."""
     return replace(batch, index=torch.tensor(rows)) if len(batch) == len(rows) else batch
 
 

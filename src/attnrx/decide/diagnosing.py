@@ -1,4 +1,4 @@
-"""Diagnoses a model: runs it on images and measures diagnostics of every layer."""
+"""Diagnoses a model: runs it on images, and computes diagnostics for each of its layers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -39,19 +39,20 @@ def diagnose(
     batch_size: int = 64,
     seed: int = 0,
 ) -> Diagnosis:
-    """Measures diagnostics of a model in one pass over the images.
+    """Measures diagnostics of every layer and head of a model, in one pass over the images.
 
     By default, `suited_diagnostics` chooses the diagnostics. If `Moments` is among them, the MLPs' linear maps are
-    measured, too. Your model keeps its weights, mode and backends. Memory does not grow with the number of images.
+    measured, too. Your model keeps its weights, mode and backends. The memory that is needed does not grow with the
+    number of images.
 
     Args:
         model: The model, without token pruning or merging.
         data: Images in any form that `data.image_set` reads, normalized for the model. Images on another scale cause a
             ScaleWarning, which is recorded in `about["notes"]`.
         diagnostics: The diagnostics to measure.
-        moments: Whether to measure moments of values and MLPs even if the attention normalizes queries and keys. Rules
-            for vo, fc1 and fc2 need these moments, unless their metric is "weights". For attention without norms, the
-            moments are always measured.
+        moments: Whether to measure moments of values and MLPs even if the attention normalizes queries and keys. For
+            attention without norms, they are always measured. Rules for vo, fc1 and fc2 need these moments, unless
+            their metric is "weights".
         images: The largest number of images to use. None uses all, up to 50,000.
         batch_size: Images per forward pass.
         seed: The seed of every random draw, e.g. in random transforms.
@@ -111,7 +112,7 @@ def diagnose(
 
 @contextmanager
 def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, Positions]]:
-    """Inside the context, records the positions that each rotary attention layer receives, by the layer's index."""
+    """Inside the context, records the positions that each attention layer with RoPE receives, by the layer's index."""
     positions: dict[int, Positions] = {}
 
     # The rows of an observation are already rotated. Only the layer's arguments contain the rotation itself.
@@ -128,7 +129,7 @@ def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, P
 def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
     """Adds the reading effective_rank_mix [heads] to a layer, if a change of basis is possible for its scores.
 
-    The reading is the effective rank of the scores in "mix", the metric that plans use.
+    The reading is the effective rank of the attention scores, measured in "mix", the metric that plans use.
     """
     if layer.spectrum.heads:
         with suppress(NotSupported, InvalidInput):  # the directions must not be combined, or moments are not measured
@@ -139,10 +140,10 @@ def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
 
 
 class _MlpWatch:
-    """Creates diagnoses of the MLPs' maps and hidden units, and collects their second moments if `observed` is set.
+    """Creates diagnoses of the linear maps and hidden units of MLPs. With `observed`, also collects second moments.
 
-    For each map, either its inputs or its outputs are measured, whichever have fewer features. So only the smaller
-    square matrix of each map is in memory.
+    For each map, the moment of either its inputs or its outputs is measured, whichever has fewer features. So memory
+    holds only the smaller of the two square matrices.
     """
 
     def __init__(self, model: nn.Module, observed: bool):
@@ -168,7 +169,7 @@ class _MlpWatch:
                 self.hidden[layer].add(inputs.flatten(0, -2))
 
     def diagnosed(self, layer: int) -> tuple[tuple[MapDiagnosis | None, ...], HiddenDiagnosis | None]:
-        """Returns the diagnoses of a layer's two maps and of its hidden units, or None for a map that is factored."""
+        """Returns diagnoses of a layer's two maps and its hidden units, with None for a map that has two factors."""
         pair, hidden = self.pairs[layer], None
         matrices = [linear for linear in pair if isinstance(linear, nn.Linear)]
         if self.has_units and len(matrices) == 2:
@@ -193,9 +194,9 @@ class _MlpWatch:
 def _singular_directions(
     weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
 ) -> MapDirections:
-    """Returns the weight's left singular directions (plain SVD), in the weight's precision but at least float32.
+    """Returns the left singular directions of a weight (plain SVD), in the weight's precision but at least float32.
 
-    The center is the bias, so a decomposition does not change the bias.
+    The bias is subtracted from the outputs before they are projected, so a decomposition does not change the bias.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     strength, directions = plain_svd(weight)
@@ -222,7 +223,7 @@ def _measured_directions(
 
 
 def _is_narrowing(weight: Float[Tensor, "outputs inputs"]) -> bool:
-    """Returns whether a map has fewer outputs than inputs. If so, the moment of its outputs is the smaller matrix."""
+    """Returns whether a map has fewer outputs than inputs, so that the moment of its outputs is the smaller matrix."""
     return weight.shape[0] < weight.shape[1]
 
 

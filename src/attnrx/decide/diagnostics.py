@@ -1,14 +1,15 @@
-"""Diagnostics measure each layer by its spectrum, its intermediate results and the outputs of its heads.
+"""Diagnostics, which are computed from each layer's spectrum, intermediate results and head outputs.
 
-A `Panel` collects the readings of several diagnostics for all layers of a model. `Geometry` and `Moments` measure the
-selectivity of heads, and the second moments that metrics need.
+A `Panel` collects the readings of several diagnostics for all layers of a model. `Geometry` measures the selectivity of
+heads. `Geometry` and `Moments` measure the second moments that metrics of pruning rules need.
 
-Moments of queries and keys are computed from the rows that enter the scores, before the strengths multiply them. If the
-attention form has norms, the rows are already divided by their norms. Keys are centred over the tokens of their own
-image. A component that all keys of an image share only adds a constant to a row of scores, which softmax ignores.
+Moments of queries and keys are computed from the query and key rows whose dot products are the attention scores, before
+the strengths multiply these rows. If the form of attention has norms, the rows are already divided by them. The mean
+key of each image is subtracted from its keys, because a component that all keys share only adds a constant to a row of
+scores, and softmax ignores constants.
 
-In a spectrum, `used` is True for existing directions, and False for padding, which is ignored. A head without energy
-(all strengths are zero, or no direction exists) has entropy 0 and effective rank 0.
+In a spectrum, `used` is True for directions that exist. It is False for padding, which is ignored. A head without
+energy (all strengths are zero, or no direction exists) has entropy 0 and effective rank 0.
 """
 
 import math
@@ -29,9 +30,9 @@ from attnrx.vit.spec import Spectrum
 class CentredMoment:
     """Accumulates the sum over rows of (x - mean) (x - mean)^T, for rows that arrive in batches.
 
-    Every batch is first centred on its own mean, and its moment is computed in the batch's precision. Then the batches
-    are merged in float64. It would be simpler to subtract the mean's share from the sum of x x^T. But if rows are large
-    and vary little, rounding would erase that difference.
+    For every batch, the mean of its rows is subtracted first, and the moment is computed in the batch's precision. Then
+    the moments of all batches are merged in float64. It would be simpler to sum x x^T and subtract the outer product of
+    the mean at the end. But if rows are large and vary little, the difference would be lost to rounding.
     """
 
     def __init__(self):
@@ -41,7 +42,7 @@ class CentredMoment:
         self.value = torch.zeros(())
 
     def covariance(self) -> Float[Tensor, "features features"]:
-        """Returns the moment divided by the number of rows, in float64 on the CPU, or 0 if there are no rows."""
+        """Returns the moment divided by the number of rows, in float64 on the CPU. It is 0 if there are no rows."""
         covariance = self.value.cpu().double() / max(self.rows, 1)
         return (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
 
@@ -62,8 +63,8 @@ class Diagnostic:
     """The base class of diagnostics, which compute readings. Subclasses are frozen dataclasses with options as fields.
 
     Diagnostics receive spectra and observations, never a model. The first axis of every reading is the head. All
-    diagnostics obey two laws. If heads are permuted, the readings are permuted in the same way. The readings do not
-    depend on how images are divided into batches.
+    diagnostics obey two laws. First, if heads are permuted, the readings are permuted in the same way. Second, readings
+    do not depend on how images are divided into batches.
     """
 
     reads_outputs: ClassVar[bool] = False
@@ -83,13 +84,13 @@ class Diagnostic:
     def of_outputs(self, moment: CentredMoment, readout: Float[Tensor, "heads v_head_dim width"]) -> dict[str, Tensor]:
         """Returns the readings of one layer's head outputs over all images. The base class returns none.
 
-        `moment` is the moment of all heads' outputs, concatenated. `readout` is the output projection.
+        `moment` is the centred moment of the concatenated outputs of all heads. `readout` is the output projection.
         """
         return {}
 
 
 class Panel:
-    """Collects the readings of all diagnostics for all layers. Memory does not grow with the number of images."""
+    """Collects the readings of all diagnostics for all layers. More images do not need more memory."""
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...], spectra: tuple[Spectrum, ...]):
         kinds = [type(diagnostic) for diagnostic in diagnostics]
@@ -218,8 +219,8 @@ class Moments(Diagnostic):
     """Measures the moments that some metrics need and `Geometry` does not measure.
 
     - key_gram [heads, directions, directions]: the second moment of the keys.
-    - key_softmax [heads, directions, directions]: the covariance of the keys under the attention, which is the
-      curvature of the softmax in the key directions. It is the mean over queries of
+    - key_softmax [heads, directions, directions]: the covariance of the keys, weighted by the attention probabilities.
+      This is the curvature of the softmax in the key directions: the mean over queries of
       sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T.
     - output_mean [heads, v_head_dim] and output_covariance [heads, v_head_dim, heads * v_head_dim]: the mean and
       covariance of all heads' outputs together, over all tokens of all images.
@@ -247,9 +248,10 @@ class Moments(Diagnostic):
 def softmax_covariance(
     key: Float[Tensor, "batch keys heads directions"], attention: Float[Tensor, "batch heads queries keys"]
 ) -> Float[Tensor, "heads directions directions"]:
-    """Returns the covariance of the keys under each query's own attention, averaged over queries and images.
+    """Returns the covariance of the keys, weighted by each query's attention, and averaged over queries and images.
 
-    If a query's scores change by a small d, the KL divergence of its attention p is about d^T (diag p - p p^T) d / 2.
+    Let a query's scores change by a small d. The KL divergence between its old attention p and its new attention is
+    then about d^T (diag p - p p^T) d / 2.
     """
     wide = torch.promote_types(key.dtype, torch.float32)
     keys, weights = key.to(wide).transpose(1, 2), attention.to(wide)
@@ -333,9 +335,9 @@ def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) 
     """Returns the diagnostics that `diagnose` measures by default, with their default options.
 
     The default is all standard diagnostics, plus `Moments` if the layers need it. Attention without norms needs
-    `Moments`, because pruning may change the basis of its directions by metrics that use these moments. With
-    `moments=True`, `Moments` is also added for attention with norms, because rules for values and MLPs have no other
-    metric that uses data.
+    `Moments`, because pruning may choose a new basis for its directions, by a metric that uses these moments. With
+    `moments=True`, `Moments` is also added for attention with norms, because without it, rules for values and MLPs have
+    no metric that uses data.
     """
     if spectra and not any(spectrum.heads for spectrum in spectra):  # no attention is read, or all is removed
         return (Moments(),)

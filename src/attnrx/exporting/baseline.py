@@ -1,7 +1,7 @@
-"""The baseline of all speeds: what you would run without attnrx.
+"""The baseline for all speeds: what you would run without attnrx.
 
-The baseline is your model in eager PyTorch. If you name a file format, it is the file that the vendor's own tools
-create from your model, in the same runtime and precision.
+By default, the baseline is your model in eager PyTorch. If you name a file format, the baseline is a file that the
+vendor's own tools create from your model, for the same runtime and precision.
 """
 
 import weakref
@@ -44,7 +44,7 @@ class Baseline:
     Attributes:
         title: The baseline's name in logs, claims and reports.
         model: The module or the exported file that is timed.
-        form: The format of the file. None for eager PyTorch.
+        form: The format of the file, or None for eager PyTorch.
         unchanged: attnrx's file of the model with nothing removed, if it was written.
         empty: attnrx's file of the model without its blocks, if it was written.
     """
@@ -71,7 +71,7 @@ class Baseline:
     ) -> "Baseline":
         """Returns a baseline with the vendor's file of a model, in a format's runtime and precision.
 
-        attnrx also writes its own files, of the unchanged model and of the model without its blocks. 8-bit files are
+        attnrx also writes two files of its own: the unchanged model, and the model without its blocks. 8-bit files are
         calibrated on only a few of the images, because they are only timed. If the vendor's tool fails, attnrx's file
         of the unchanged model is the baseline instead. With `in_subprocess`, some files are written in another process
         at the same time.
@@ -98,7 +98,7 @@ class Baseline:
         return {title: file for title, file in files.items() if isinstance(file, Exported)}
 
     def of_copy(self, model: nn.Module, images: ImageSet, in_subprocess: bool = False) -> "Baseline":
-        """Returns the baseline for plans of a changed copy of the original, with attnrx's files of this copy."""
+        """Returns this baseline for plans that prune a changed copy of the original, with attnrx's files of it."""
         assert self.form is not None  # plans for a copy are timed as files
         drafts = _own_drafts(model, self.form, few_images(images))
         unchanged, empty = _own_files(temporary_files(drafts, in_subprocess))
@@ -106,7 +106,7 @@ class Baseline:
 
 
 def few_images(images: ImageSet) -> ImageSet:
-    """Returns up to TIMED_ON of the images, to calibrate a file that is only timed."""
+    """Returns at most TIMED_ON of the images, to calibrate a file that is only timed."""
     return images.take(min(TIMED_ON, len(images)))
 
 
@@ -234,7 +234,7 @@ def vendor_title(form: Format) -> str:
 
 
 def vendor_file(subject: ExportSubject, path: Path, form: Format) -> Exported:
-    """Writes the vendor's file of a model for any batch size, as a user would without attnrx.
+    """Writes a model to a file for any batch size with the vendor's own tool, as you would without attnrx.
 
     `subject` is the model in its own library's code. 8-bit files are calibrated on the subject's images.
 

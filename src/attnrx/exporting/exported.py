@@ -31,7 +31,7 @@ SEAL = "# Written by attnrx; edited since, if this is not the hash of the lines 
 
 
 def _require_file_names(files: Mapping[str, Any], where: str) -> None:
-    """Checks that `files` maps file names without folders to hashes, which are strings."""
+    """Checks that `files` maps file names (without folders) to hashes (as strings)."""
     for name, sha256 in files.items():
         if Path(name).name != name or not isinstance(sha256, str):
             raise Invalid(below(where, name), "is no file name with its sha256 as text")
@@ -76,8 +76,8 @@ OF_FILES = ("multilabel", "label_probabilities", "regression", "embedding", "map
 class Images:
     """The input of an exported file: [batch, channels, height, width] at `precision`, on `device`.
 
-    `batch` is None if the batch size is dynamic. If the module's input has other axes, e.g. a video, a volume or a
-    series, `item` is the shape of one input.
+    `batch` is None if the batch size is dynamic. If the model takes inputs with other axes, e.g. videos, volumes or
+    time series, `item` is the shape of one input.
     """
 
     shape: tuple[int, int, int]
@@ -96,7 +96,7 @@ class Images:
         return self.item or self.shape
 
     def described(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, without `item` if images have their usual axes."""
+        """Returns the fields as JSON values, without `item` if the inputs are ordinary images."""
         values = to_dict(self, typed=False)
         return values if self.item else {name: value for name, value in values.items() if name != "item"}
 
@@ -142,10 +142,10 @@ class Exported(nn.Module):
         return sum(self.path.with_name(name).stat().st_size for name in names)
 
     def forward(self, images: Float[Tensor, "batch *sizes"]) -> Any:
-        """Returns the logits, or the features of all patches, on the device of the images.
+        """Returns the outputs of the file, e.g. logits or the features of all patches, on the device of the images.
 
-        The result is a tensor [batch, ...], or several tensors by name. Images are [batch, channels, height, width], or
-        have the shape of the file's input.
+        The result is a tensor [batch, ...], or several tensors by name. The images have the shape
+        [batch, channels, height, width] or the shape of the file's input.
 
         Raises:
             InvalidInput: The file does not accept images of this shape or precision.
@@ -206,12 +206,12 @@ def facts_path(path: Path | str) -> Path:
 
 
 def is_exported(path: Path | str) -> bool:
-    """Returns whether the path is an exported file, which has its facts in PATH.json."""
+    """Returns whether there is an exported file at the path, i.e. a file with its facts beside it in PATH.json."""
     return Path(path).is_file() and facts_path(path).is_file()
 
 
 def present_facts(path: Path) -> dict[str, Any] | None:
-    """Returns the facts of the export at a path, or None if there is no export or one of its files was changed."""
+    """Returns the facts that were recorded about the exported file at `path`, or None if it is missing or changed."""
     if not is_exported(path):
         return None
     try:
@@ -223,7 +223,7 @@ def present_facts(path: Path) -> dict[str, Any] | None:
 
 
 def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts that match the files. After an interrupted replacement, these are the earlier facts."""
+    """Returns the facts that match the files on disk, which are the earlier facts if a replacement was interrupted."""
     # The new facts are valid once their files are in place. Until then, the old files and the earlier facts are valid.
     facts = dict(facts)
     earlier = facts.pop("earlier", None)
@@ -293,7 +293,7 @@ def present_script(path: Path) -> Path | None:
 
 
 def require_export_path(path: Path, form: Format, with_script: bool) -> None:
-    """Raises InvalidInput if an export would overwrite facts, other files or a script that attnrx did not write."""
+    """Raises InvalidInput if an export would overwrite files (e.g. PATH.json or a script) that attnrx did not write."""
     require_replaceable(path)
     require_absent([facts_path(path)], lambda file: file_kind(file) == KIND)
     script = script_path(path)
@@ -313,7 +313,7 @@ def require_replaceable_files(path: Path, files: Iterable[Path]) -> None:
 
 
 def stated_files(path: Path) -> list[Path]:
-    """Returns the unchanged files that an export's facts list, even if the export was interrupted."""
+    """Returns the files that are listed in an export's facts and unchanged, even if the export was interrupted."""
     try:
         facts = read_json(facts_path(path))
         stated = facts["files"] if facts["kind"] == KIND else {}
@@ -325,7 +325,7 @@ def stated_files(path: Path) -> list[Path]:
 
 
 def present_exports(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Returns the facts of the exports in a folder, by main file. Exports with changed files are left out."""
+    """Returns the facts about every export in a folder, by its main file. Exports with changed files are left out."""
     paths = (facts.with_name(facts.name.removesuffix(".json")) for facts in sorted(folder.glob("*.json")))
     return {path: facts for path in paths if (facts := present_facts(path)) is not None}
 

@@ -112,7 +112,7 @@ class Format(ABC):
         return None
 
     def runtime_at(self, precision: str) -> str:
-        """Returns the name of the runtime and the precision that it computes in, for a file at `precision`."""
+        """Returns the name of the runtime, and the precision in which it runs a file with inputs at `precision`."""
         return f"{self.runtime} in {precision}"
 
     def limit(self, dtype: torch.dtype) -> float:
@@ -120,7 +120,7 @@ class Format(ABC):
         return ROUNDING[dtype]
 
     def files(self, path: Path) -> tuple[Path, ...]:
-        """Returns the files that an export to `path` always writes. Weights above MOST_BYTES need additional files."""
+        """Returns the files that every export to `path` writes. Weights above MOST_BYTES need additional files."""
         return (path,)
 
     @property
@@ -130,7 +130,7 @@ class Format(ABC):
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """The optional libraries that write and run the file. attnrx's extra `extra` installs them."""
+        """The optional libraries that write and run the file. `extra` names the pip extra that installs them."""
         return ()
 
     @property
@@ -193,7 +193,7 @@ def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupport
 
 
 def library(module: str, extra: str = "onnx") -> Any:
-    """Imports a module that a format needs. `extra` is the attnrx extra that installs the module."""
+    """Imports a module that a format needs. `extra` names the pip extra of attnrx that installs the module."""
     return required_module(module, extra, "this format")
 
 
@@ -244,10 +244,11 @@ class Program(Format):
 
 
 def remove_folders(package: BytesIO) -> BytesIO:
-    """Returns an AOTInductor package without the names of this machine's folders. The package runs as before.
+    """Returns an AOTInductor package without the names of folders on this machine. The package runs as before.
 
     The source code of the package's libraries is removed, because it contains the compiler's command. In the libraries
-    themselves, the folders in the names of source files are replaced by slashes. These names appear only in messages.
+    themselves, the folder names in the paths of source files are replaced by slashes. These paths appear only in
+    messages.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

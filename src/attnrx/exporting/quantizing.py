@@ -13,9 +13,9 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
     """Returns a graph with 8-bit matrix products, quantized by NNCF's scheme for transformers.
 
     NNCF applies SmoothQuant and corrects biases. To measure the ranges of activations, it calls the graph once with
-    every item of `inputs`. By default, an activation's range covers all inputs. With `by_defaults`, NNCF's own default
-    is used, the mean over the ranges of single inputs. This mean clips the outliers of pre-trained models. Operations
-    whose names are in `floats` are not quantized.
+    every item of `inputs`. By default, an activation's range covers all inputs. With `by_defaults`, it is the mean over
+    the ranges of single inputs, which is NNCF's own default. This mean clips outliers in the activations of pre-trained
+    models. Operations whose names are in `floats` are not quantized.
 
     Raises:
         NotSupported: NNCF is not installed.
@@ -39,7 +39,7 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Silences what other libraries print, and their log messages up to warnings."""
+    """Suppresses what other libraries print, and their log messages up to the level of warnings."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

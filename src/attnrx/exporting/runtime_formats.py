@@ -168,7 +168,7 @@ def _is_plain(node: Any) -> bool:
 def remove_notes(model: Any) -> None:
     """Removes the exporter's notes (names, classes, lines of code) about every node and value.
 
-    The notes make up most of a small file, and they name folders of this machine.
+    The notes make up most of a small file, and they name folders on this machine.
     """
     ir, graphs = library("onnx_ir"), [model.graph, *model.functions.values()]
     nodes = [node for graph in graphs for node in ir.traversal.RecursiveGraphIterator(graph)]
@@ -202,9 +202,9 @@ def forget_shapes_of_weights(model: Any) -> None:
 def use_flat_attention(model: Any) -> None:
     """Changes Attention operations so that they take and return [batch, tokens, heads * features], where possible.
 
-    torch writes the operation with a separate axis of heads, so every operand is reshaped and transposed. In operator
-    set 23, the operation itself can divide the features into heads without copies. ONNX Runtime requires one mask row
-    per query, so a mask with only one row is repeated.
+    torch writes the operation with a separate axis for the heads, so every operand is reshaped and transposed. In
+    operator set 23, the operation itself can divide the features into heads without copies. ONNX Runtime requires one
+    mask row per query, so a mask with only one row is repeated.
     """
     ir = library("onnx_ir")
     expanded: dict[Any, Any] = {}
@@ -230,7 +230,7 @@ def use_flat_attention(model: Any) -> None:
 
 
 def _with_all_queries(ir: Any, node: Any, mask: Any, query: Any) -> Any:
-    """Inserts an operation that repeats the mask for every query in front of a node. Returns the repeated mask."""
+    """Inserts, before a node, an operation that repeats the mask for every query. Returns the repeated mask."""
     if isinstance(query.shape[2], int):
         new = [_constant(ir, [1, 1, query.shape[2], 1])]
     else:  # only the runtime knows the size of the axis
@@ -249,7 +249,7 @@ def _constant(ir: Any, numbers: list[int]) -> Any:
 
 
 def _flat_input(value: Any) -> Any:
-    """Returns the value [batch, tokens, features] before it was divided into heads, or None if there is none."""
+    """Returns the value [batch, tokens, features] that was divided into heads to give `value`, or None."""
     transpose = value.producer()
     if not _is_heads_first(transpose):
         return None
@@ -260,7 +260,7 @@ def _flat_input(value: Any) -> Any:
 
 
 def _flat_output(value: Any) -> Any:
-    """Returns the value [batch, tokens, features] after the heads are joined, or None if there is none."""
+    """Returns the value [batch, tokens, features] in which the heads of `value` are joined, or None."""
     for op_type in ("Transpose", "Reshape"):
         consumers = [use.node for use in value.uses()]
         if len(consumers) != 1 or consumers[0].op_type != op_type:
@@ -279,9 +279,10 @@ def _is_heads_first(node: Any) -> bool:
 class Int8(Onnx):
     """ONNX with 8-bit matrix products, quantized by NNCF on `images` calibration images (see `quantizing`).
 
-    Weights have one scale per output feature, and activations have one scale per tensor. Norms, softmax, activation
-    functions and token comparisons stay in float. `most_difference` limits how far a logit may differ from eager
-    PyTorch, as a share of the largest logit. To measure the loss of accuracy, use `verify`.
+    Weights have one scale per output feature, and activations have one scale per tensor. Norms, softmax and activation
+    functions stay in float, and so do the products by which token reducers compare tokens. `most_difference` limits how
+    far a logit may differ from eager PyTorch, as a share of the largest logit. To measure the loss of accuracy, use
+    `verify`.
     """
 
     name: ClassVar[str] = "int8"
@@ -310,7 +311,7 @@ class Int8(Onnx):
         return True
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Writes the float ONNX file, and quantizes its graph."""
+        """Writes the ONNX file in float, and then replaces it by a file with the quantized graph."""
         super().write(program, path, images)
         onnx = library("onnx")
         model = open_graph(path)
@@ -337,8 +338,8 @@ class Int8(Onnx):
 def use_unsigned_activations(model: Any) -> None:
     """Makes signed 8-bit activations unsigned. Zero points grow by 128, so the represented numbers stay the same.
 
-    ONNX Runtime would make the same change itself. But if it has moved such an operation before a reshape, ONNX Runtime
-    1.31 rejects the file, because the declared type is still signed.
+    ONNX Runtime would make the same change itself. But if it has moved a quantizing operation before a reshape, ONNX
+    Runtime 1.31 rejects the file, because the declared type is still signed.
     """
     onnx, arrays = library("onnx"), library("onnx.numpy_helper")
     points = {each.name: each for each in model.graph.initializer}
@@ -355,11 +356,11 @@ def use_unsigned_activations(model: Any) -> None:
 
 
 def keep_biases_apart(model: Any) -> None:
-    """Reshapes the biases of linear maps from [features] to [1, 1, features], so they have the axes of the tokens.
+    """Reshapes the biases of linear maps from [features] to [1, 1, features], so they have as many axes as the tokens.
 
     ONNX Runtime computes the product in 8 bits and adds the bias later. But if all sizes are fixed and the bias has one
-    axis, ONNX Runtime fuses product and bias into one operation, which only exists in float. It then converts every
-    weight to float in every call, and a call takes 2.3 times as long (ONNX Runtime 1.31).
+    axis, ONNX Runtime fuses the product and the bias into one operation, which only exists in float. It then converts
+    every weight to float in every call, and a call takes 2.3 times as long (ONNX Runtime 1.31).
     """
     arrays = library("onnx.numpy_helper")
     tensors = {each.name: each for each in model.graph.initializer}
@@ -390,11 +391,11 @@ class _SignalStack(ctypes.Structure):
 
 @contextmanager
 def _signal_stack_kept() -> Iterator[None]:
-    """Restores this thread's signal stack, the memory in which signals are handled.
+    """Restores this thread's signal stack (the memory in which signals are handled) at the end of the block.
 
     A compiled OpenVINO model sets its own stack. When the model is deleted, it restores the stack that it found. If
-    there are two models, the second deletion restores the other model's stack, which no longer exists. The next signal
-    then ends the process, e.g. the signal that a data loader's worker has ended.
+    there are two models, the second deletion restores the stack of the first model, which no longer exists. The next
+    signal then ends the process, e.g. the signal that a data loader's worker has ended.
     """
     exchange = getattr(ctypes.CDLL(None), "sigaltstack", None) if sys.platform == "linux" else None
     stack = _SignalStack()
@@ -452,8 +453,8 @@ def fold_norms_(model: Any) -> None:
 def divide_attention_(model: Any) -> None:
     """Replaces scaled dot-product attention by its two products and its softmax.
 
-    OpenVINO runs the single operation and the separate ones as the same kernel. But for the single operation, OpenVINO
-    also transposes the keys in memory (docs/results/speed.md).
+    OpenVINO runs both the single operation and the separate operations in the same kernel. But for the single
+    operation, OpenVINO also transposes the keys in memory (docs/results/speed.md).
     """
     op = library("openvino.opset13", "openvino")
     for node in [each for each in model.get_ordered_ops() if each.get_type_name() == "ScaledDotProductAttention"]:
@@ -500,7 +501,7 @@ def _constant_of(node: Any) -> "np.ndarray | None":
 def comparisons(model: Any) -> list[str]:
     """Returns the names of matrix products of two activations.
 
-    If attention is one operation, all products of two activations are token comparisons.
+    While attention is still one operation, all of these are products by which token reducers compare tokens.
     """
     constants, found = set[str](), list[str]()
     for node in model.get_ordered_ops():
@@ -552,7 +553,7 @@ class OpenVINO(Format):
 
     @property
     def wanted(self) -> int:
-        """The number of images for parity and, for int8, calibration."""
+        """The number of images for comparing the file with the model and, for int8, for calibration."""
         return self.images if self.calibrated else super().wanted
 
     def runtime_at(self, precision: str) -> str:
@@ -589,7 +590,7 @@ class OpenVINO(Format):
         return "f32" if self.precision == "f32" else "bf16"
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Compiles the file for each input shape, which makes it up to a third faster than a dynamic batch size."""
+        """Compiles the file once per input shape, which is up to a third faster than a dynamic batch size."""
         hints = {
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": self._hint,
@@ -621,11 +622,11 @@ class _FormatReader(TextReader):
 
 
 def parse_format(text: str) -> Format:
-    """Parses a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128)`.
+    """Parses a format with its options, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128)`.
 
     Raises:
-        UnknownName: There is no such format or knob.
-        InvalidInput: The text is not a name with knobs in brackets.
+        UnknownName: There is no such format or option.
+        InvalidInput: The text is not a name, optionally followed by options in brackets.
     """
     reader = _FormatReader(text)
     name, kind = reader.read_name(FORMATS)

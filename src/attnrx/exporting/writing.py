@@ -1,4 +1,4 @@
-"""Captures a model, writes a file to a temporary folder, compares it with eager PyTorch, and moves it to its path."""
+"""Captures a model, writes it to a temporary file, compares the file with eager PyTorch, and moves it to its path."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", 
 
 
 class PatchFeatures(nn.Module):
-    """Wraps a model and returns the last features of all patches, [batch, patches, width].
+    """Wraps a model to return the final features of all patches, [batch, patches, width].
 
     Pruned or merged tokens are restored.
     """
@@ -88,8 +88,8 @@ class PatchFeatures(nn.Module):
 class ExportSubject:
     """The model to export, in evaluation mode, with the file's input and the facts for PATH.json.
 
-    `calibration` holds normalized images. Without them, the file is compared with the model on noise. `outputs` is the
-    kind of the model's outputs, or None for patch features.
+    `calibration` holds normalized images. Without these images, the file is compared with the model on noise. `outputs`
+    is the kind of the model's outputs, or None for patch features.
     """
 
     model: nn.Module
@@ -220,7 +220,7 @@ def export(
     Args:
         model: The model. If it has no classifier, the file returns its embeddings and has no class names.
         path: The file to write.
-        to: A format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
+        to: A format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with options in brackets,
             e.g. openvino(precision=bf16).
         batch: The number of images that the file takes at once, or dynamic for any number (dynamic).
         precision: The precision of weights and images (the model's own).
@@ -266,10 +266,10 @@ def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ..
 
 
 def precision_for(model: nn.Module, form: Format) -> str | None:
-    """Returns the `precision` at which to export a model.
+    """Returns the `precision` at which to export a model, or None for the model's own precision.
 
-    None means the model's own precision. The function returns None if the format supports this precision and latencies
-    can be timed in it. Otherwise, it returns "float32".
+    The model keeps its own precision if the format supports this precision and models can be timed in it. Otherwise,
+    the function returns "float32".
     """
     dtype = next(model.parameters()).dtype
     return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
@@ -300,7 +300,7 @@ def compare_with_original(
 
     The original is exported with its own library's attention. Both files run alternately in the same runtime, with
     `threads` CPU threads. Both are timed at the file's batch size or, if this is dynamic, at every size in `batches`.
-    Timing takes at most `rounds` rounds, and fewer if passes are long or if the speed is precise earlier.
+    Timing takes at most `rounds` rounds. It takes fewer if passes are long, and ends as soon as the speed is precise.
     """
     wanted = max(exported.form.wanted, exported.images.batch or AT_ONCE)
     images = None if calibration is None else images_for(original, calibration, "calibration", limit=wanted)
@@ -393,7 +393,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
 
 
 def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None) -> torch.export.ExportedProgram:
-    """Captures a model, or a part of it, for inputs like the example. `shapes` specifies the dynamic sizes."""
+    """Captures a model, or a part of it, for inputs like the example. `shapes` says which sizes are dynamic."""
     with torch.no_grad(), _portable(model, example), _FourAxes(), _free_lengths(model):
         program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     return _simplified(program)
@@ -503,9 +503,9 @@ def _free_length(value: Any) -> Any:
 
 @contextmanager
 def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
-    """Runs the model's attention as one operation per layer, and precomputes its combined weights as constants.
+    """Runs the model's attention as one operation per layer, and computes its combined weights in advance.
 
-    If a token reducer needs a layer's attention, the layer keeps its backend.
+    If a token reducer reads the attention of a layer, the layer keeps its backend.
     """
 
     def portable(backend: Backend) -> Backend:
@@ -524,7 +524,7 @@ def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
 def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Removes operations that change nothing or have no users, and weights that no operation uses.
 
-    Stack traces are also removed, because they contain this machine's folders.
+    Stack traces are also removed, because they name folders on this machine.
     """
     graph, aten = program.graph, torch.ops.aten
     for part in program.graph_module.modules():  # the branches of a condition are graphs, too
@@ -557,8 +557,8 @@ def _takes_all(dim: int = 0, start: int | None = None, stop: int | None = None, 
 def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, ...]:
     """Compares the file's outputs with the model's on the same images.
 
-    With token reduction, rounding may swap tokens, so some images that differ are excluded. The excluded share is at
-    most MAY_DIFFER, or MAY_DIFFER_AT_LOW_PRECISION if the format has low precision.
+    With token reduction, rounding may swap tokens, so some of the images whose outputs differ are left out. Their share
+    of all images is at most MAY_DIFFER, or MAY_DIFFER_AT_LOW_PRECISION if the format has low precision.
 
     Raises:
         NotSupported: The file does not run, or its outputs differ.
@@ -622,9 +622,10 @@ def _by_rounding(
     """Explains a file's difference from the model by rounding, or returns None if rounding does not explain it.
 
     Some models select by order, e.g. a detector that selects the proposals with the highest scores. If scores are
-    nearly equal, rounding selects others, and their outputs differ completely. For comparison, the model itself runs on
-    images with a relative noise of ROUNDED_BY times `limit`. The difference is explained if the share of numbers that
-    differ by more than `limit` is at most MORE_DIFFER times as large for the file as for the model on these images.
+    nearly equal, rounding may change the selection, and the outputs then differ completely. For comparison, the model
+    itself runs on images with a relative noise of ROUNDED_BY times `limit`. In both cases, some share of the numbers
+    differs by more than `limit`. Rounding explains the difference if the share for the file is at most MORE_DIFFER
+    times the share for the noisy images, and at most MOST_DIFFERENT.
     """
     if limit >= ROUNDING[torch.bfloat16]:
         return None
@@ -658,9 +659,9 @@ def _by_rounding(
 def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
     """Moves the exported files from the folder `room` to their path.
 
-    A file and its facts cannot be replaced in one step. Between the two steps, the new facts therefore also contain the
-    earlier facts, and the file's hash shows which facts are valid. With several files, hashes cannot show this, so the
-    earlier export is removed first. The facts are written before the files. If the export is interrupted, the facts
+    A file and its facts cannot be replaced in one step. Until both are replaced, the new facts therefore also contain
+    the earlier facts, and the file's hash shows which facts are valid. With several files, hashes cannot show this, so
+    the earlier export is removed first. The facts are written before the files. If the export is interrupted, the facts
     then show which files belong to it.
     """
     files = facts["files"]

@@ -57,7 +57,7 @@ class MapDirections(Displayed):
     """Orthonormal output directions of a linear map in one metric, by decreasing strength.
 
     The optimal rank-r map in the metric projects the outputs minus `center` onto the first r directions. Its squared
-    error is the sum of all later squared strengths.
+    error is the sum of the squared strengths of all other directions.
     """
 
     strength: Float[Tensor, "directions"]
@@ -66,7 +66,7 @@ class MapDirections(Displayed):
 
 
 class Computed(Mapping[str, MapDirections]):
-    """Directions by metric, computed on first use, because e.g. a plan for hidden units needs none of them."""
+    """Directions by metric, computed when they are first read, because e.g. plans for hidden units need none."""
 
     def __init__(self, functions: Mapping[str, Callable[[], MapDirections]]):
         self.functions, self.values_read = functions, dict[str, MapDirections]()
@@ -115,7 +115,7 @@ class HiddenDiagnosis(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class LayerDiagnosis(Displayed):
-    """One layer: its spectrum, and its readings (measurements) by name. The first axis of a reading is the heads.
+    """One layer: its spectrum, and its readings (measurements) by name. A reading's first axis runs over the heads.
 
     If the MLP was diagnosed, `mlp` describes its two linear maps, and `hidden` describes its hidden units.
     """
@@ -127,7 +127,7 @@ class LayerDiagnosis(Displayed):
 
     @checked()
     def reading(self, name: str) -> Tensor:
-        """Returns the reading called `name`, whose first axis is the heads.
+        """Returns the reading called `name`, a tensor whose first axis runs over the heads.
 
         Raises:
             InvalidInput: The layer has no reading of this name.
@@ -142,7 +142,7 @@ class LayerDiagnosis(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Displayed):
-    """The layers of one model (identified by its fingerprint), and the measurement settings.
+    """The diagnoses of all layers of one model (identified by its fingerprint), and the settings of the measurements.
 
     `about` records the model's name, the data (name, images, fingerprint), the seed and each diagnostic's parameters.
     """
@@ -185,9 +185,9 @@ class Diagnosis(Displayed):
         return cls(tuple(map(_layer, record["layers"], parts)), record["fingerprint"], record["about"])
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Returns the first result of `compute` for this key, and keeps it.
+        """Returns the result of `compute`, which is called only once for each key.
 
-        Planning creates all candidates from one diagnosis, so the computation would otherwise be repeated.
+        Planning creates all candidates from one diagnosis, and would otherwise repeat the computation.
         """
         # Kept results are not a field, so they are not compared, and a copy made by `replace` starts without them.
         known: dict[Hashable, Any] = vars(self).setdefault("_computed", {})

@@ -99,12 +99,12 @@ class PlanSettings:
     """What a plan may change, and how much is measured for it. The defaults are the effort "normal".
 
     `axes` lists what the plan may change. By default, these are all axes that the model has. If an axis is left out,
-    the reason is logged. The default token `reducer` is `ward`, with a relevance if the outputs come from a class
-    token. `to` is the text of a format for `attnrx.export`. A latency target then applies to the file in this format,
-    and blocks and whole plans are timed in its runtime. A `portable` plan contains only changes that the library's own
-    class supports. All its MLPs get one width, a multiple of `multiple` (by default the runtime's, see
-    `nouns.runtime`). All its layers get the same number of heads, if the class has an argument for it. The plan's
-    latency is measured in the library's own code.
+    the reason is logged. The default token `reducer` is `ward`. Its `relevance` is above 0 only if the outputs come
+    from a class token. `to` is the text of a format for `attnrx.export`. A latency target then applies to the file in
+    this format, and blocks and whole plans are timed in its runtime. A `portable` plan contains only changes that the
+    library's own class supports. All MLPs get the same width, which is a multiple of `multiple` (by default the
+    runtime's number, see `nouns.runtime`). Heads are removed only if the class has an argument for their number, and
+    all layers then keep the same number. The plan's latency is measured in the library's own code.
 
     Latency is measured by the `protocol`. Forward passes of `batch` images are timed under the `conditions`, by `clock`
     (see `LatencyProtocol`). Blocks are timed for `rounds` rounds at `timed_levels` (indices into `LEVELS`). Between
@@ -115,16 +115,16 @@ class PlanSettings:
     First, every change is tried on its own, to measure the divergence that it causes (its sensitivity). This uses
     `sensitivity_images` images in every `layer_stride`-th layer. A change keeps one of the `probed_levels` of the ranks
     or prunes one of the `pruned_shares` of the patches. Sensitivities in between are interpolated. The search then
-    measures `trials` whole plans on `trial_images` images. For each of them, it draws `variations` candidates and takes
-    the one with the lowest predicted divergence. A plan that is far worse than the best one on the first batch is
-    measured only on that batch. The best `finalists` plans are measured on all images (`shrink` passes `num_images`).
-    With `bfloat16`, plans are compared in bfloat16 if this is faster and accurate enough. Sensitivities and
-    predictions use the model's own precision.
+    measures `trials` whole plans on `trial_images` images. For each of these plans, it draws `variations` candidates
+    and takes the candidate with the lowest predicted divergence. A plan that is far worse than the best plan on the
+    first batch is measured only on that batch. The best `finalists` plans are measured on all images (`num_images` if
+    you call `shrink`). With `bfloat16`, plans are compared in bfloat16 if this is faster and accurate enough.
+    Sensitivities and predictions use the model's own precision.
 
     Planning for latency is repeated up to `attempts` times, until a plan's measured latency is between `min_ratio` and
     `max_ratio` times the target. The first attempt does not search. With `adjusts`, attempts after the second correct
-    the cost without a new search. For a file with `adjusts`, every attempt times two plans, and the first attempt
-    already searches.
+    the cost without a new search. With `adjusts` and a file format, every attempt times two plans, and the first
+    attempt already searches.
 
     `seed` fixes every random draw. `batch_size` is the batch size for measuring outputs. `log` is called with progress
     messages.
@@ -252,8 +252,8 @@ class PlanSettings:
 def final_rounds(batch: int, macs: float, of_files: bool = False) -> int:
     """Returns the number of rounds in a final latency measurement, for a batch and a model's MACs per image.
 
-    Small batches get more rounds, and large models get fewer. For files (`of_files`), only very large models get fewer
-    rounds, because timing a file ends as soon as its speed is precise.
+    Small batches get more rounds, and large models get fewer. With `of_files`, only very large models get fewer rounds,
+    because timing a file ends as soon as its speed is precise.
     """
     if batch * macs >= LONGER_PASS:
         return LONGER_ROUNDS
@@ -263,7 +263,7 @@ def final_rounds(batch: int, macs: float, of_files: bool = False) -> int:
 
 
 def map_share(macs: float) -> float:
-    """Returns the share of the usual images and steps for a model with dense outputs and `macs` MACs per image."""
+    """Returns the share of the usual images and steps to use for a model with dense outputs and `macs` per image."""
     return min(1.0, FULL_MAP_MACS / macs)
 
 
@@ -290,17 +290,17 @@ class Effort:
         name: "quick", "normal" or "thorough".
         settings: How plans are searched and timed.
         fitted_images: The number of images for fitting weights. They include the images for choosing the plan.
-        repair: The repair of a realized plan, or None for no repair.
+        repair: The budget for repairing a realized plan, or None for no repair.
         distill_epochs: The epochs of the distillation that follows, or 0 for no distillation.
         most_distilled: The MACs per image above which a model is not distilled.
         diagnosed_images: The number of images for the diagnosis.
         predicted_images: The number of images for measuring the predictions of a plan.
         verified_images: The maximum number of images for verifying a result. An accuracy on 10,000 images has a
             standard error of at most 0.5 points.
-        image_share: The share of the images that a quick call uses to plan, fit and predict, for dense outputs. None
+        image_share: For dense outputs, the share of the images that a quick call uses to plan, fit and predict. None
             means all images.
         decoder_fits: The images and steps for fitting a smaller decoder, first before the plan and then after it.
-        keep_index: Whether the smaller model will search an index of the original's embeddings.
+        keep_index: Whether the smaller model's embeddings will be used to search an index of the original's.
     """
 
     name: str
@@ -334,7 +334,7 @@ class Effort:
                 not affect how many images are read.
             settings: The plan settings of the call, with the effort's numbers of images. By default, the effort's own
                 settings.
-            keep_index: Whether the smaller model will search an index of the original's embeddings.
+            keep_index: Whether the smaller model's embeddings will be used to search an index of the original's.
 
         Raises:
             UnknownName: No such effort.

@@ -1,4 +1,4 @@
-"""An elastic model: a folder with several sizes of one model. For a budget, `load` chooses one of the sizes."""
+"""An elastic model: a folder with several sizes of one model, from which `load` chooses one within a budget."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -41,8 +41,8 @@ RECORD = kinds.record(
 class Size:
     """One stored size: the name of its folder, its costs as shares of the original's costs, and its divergence.
 
-    `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
-    model. If it was not measured, `latency` is None. `fingerprint` identifies the size's weights.
+    `latency` is relative to the original in its own library, under the conditions in `about["timing"]` of the elastic
+    model. If the latency was not measured, it is None. `fingerprint` identifies the weights of this size.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Elastic:
-    """A folder with several sizes of one model and the original. Each is an ordinary saved model with its evidence.
+    """A folder with a model and several smaller sizes of it. Each is an ordinary saved model with its evidence.
 
     Of all sizes within a budget, `load` returns the size that diverges least from the original (`best`).
     """
@@ -82,7 +82,7 @@ class Elastic:
         return cls(Path(folder), tuple(Size(**size) for size in record["sizes"]), record["about"])
 
     def write(self) -> Path:
-        """Writes the index. The sizes are in the folder already."""
+        """Writes the index of the sizes, which must already be in the folder."""
         return write_json(self.folder / INDEX, self.to_record())
 
     def to_record(self) -> dict[str, Any]:
@@ -96,8 +96,8 @@ class Elastic:
     def best(self, quantity: str, limit: float) -> Size:
         """Returns the size with the least divergence, among the sizes within a cost limit.
 
-        `quantity` is the cost (macs, params or latency), and `limit` is its largest share of the original's cost. If
-        divergences were not measured, the size with the most MACs is returned.
+        `quantity` names the cost (macs, params or latency), and `limit` is the largest allowed share of the original's
+        cost. If divergences were not measured, the size with the most MACs is returned.
 
         Raises:
             NotSupported: No size is small enough, or the latency was not measured.
@@ -124,7 +124,7 @@ class Elastic:
             macs: The MACs of the loaded model.
 
         Raises:
-            CheckpointError: The folder contains another model, because it was swapped or replaced.
+            CheckpointError: The folder contains another model, e.g. because the folder was renamed or replaced.
         """
         # MACs are compared, too, because a token policy changes the MACs but not the weights.
         expected_macs = round(size.macs * self.about["macs"])

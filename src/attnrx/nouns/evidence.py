@@ -163,7 +163,7 @@ def against_limit(
 def estimate_against_limit(
     estimate: Estimate, n: int, limit: float | None = None, *, at_least: bool = True, strict: bool = False
 ) -> dict[str, Any]:
-    """Returns the keyword arguments for a `Finding` on an estimate, with an outcome if there is a limit."""
+    """Returns the keyword arguments for a `Finding` about an estimate, with an outcome if there is a limit."""
     value, ends = estimate.value, (estimate.low, estimate.high)
     # Every resample of one image is that image, so the interval has no width and decides no claim.
     if n == 1 and math.isclose(*ends, rel_tol=1e-9):
@@ -213,12 +213,12 @@ class Evidence(Displayed):
 
     @property
     def summary(self) -> Sentence:
-        """The outcomes of the claims in one sentence."""
+        """The warnings, followed by a sentence about the outcomes of the claims."""
         return Sentence(". ".join((*self.warnings, self.counted)))
 
     @property
     def counted(self) -> str:
-        """A text with the number of claims per outcome, and the number of quantities without a limit."""
+        """A text that says how many claims have each outcome, and how many quantities have no limit."""
         number, reported = len(self.claims), len(self.findings) - len(self.claims)
         words = {HOLDS: ("holds", "hold"), FAILS: ("fails", "fail"), UNDECIDED: ("is undecided", "are undecided")}
         counts = {outcome: sum(claim.outcome == outcome for claim in self.claims) for outcome in words}
@@ -321,7 +321,7 @@ CHANGES = {"accuracy change": "accuracy", "metric change": "metric"}  # a change
 
 
 def _contradictions(evidence: Evidence) -> list[str]:
-    """Returns an error message, with the field's name, for every number that contradicts another number."""
+    """Returns an error message, which names the field, for every number that contradicts another number."""
     found = []
     for index, finding in enumerate(evidence.findings):
         where = f"findings[{index}]"
@@ -347,7 +347,7 @@ def _of_interval(finding: Finding) -> Iterator[str]:
 
 
 def _of_counts(finding: Finding) -> Iterator[str]:
-    """Yields an error message if a share of images, or its change, contradicts the image counts in `details`."""
+    """Yields an error message if a percentage of images, or a change of it, contradicts the counts in `details`."""
     n, details = finding.n, finding.details
     right, lost, gained = (details.get(name) for name in ("correct", "lost", "gained"))
     if type(n) is not int or n < 1 or finding.unit not in ("%", "points"):

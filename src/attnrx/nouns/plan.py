@@ -1,4 +1,4 @@
-"""A plan: target, prescription, explanations, and predicted costs and accuracy."""
+"""A plan: its target, prescription and explanations, and the predicted costs and accuracy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -32,10 +32,10 @@ RECORD = kinds.record(
 
 @dataclass(frozen=True)
 class PredictedQuantity:
-    """The predicted mean and standard deviation of one quantity over images, and the number of images.
+    """A prediction of one quantity: its mean and standard deviation over images, and the number of these images.
 
-    The prediction was made on images that were not used to choose the plan. `limits` holds the smallest and the largest
-    possible value of the quantity (see `limits_of`).
+    These images were not used to choose the plan. `limits` holds the smallest and the largest possible value of the
+    quantity (see `limits_of`).
     """
 
     value: float
@@ -82,12 +82,12 @@ class TargetMet:
 class Plan(Displayed):
     """A prescription for a target, with its predictions.
 
-    `minimized` is the cost that the plan reduces ("latency", "macs" or "params"). `cost` is the predicted cost as a
+    `minimized` names the cost that the plan reduces ("latency", "macs" or "params"). `cost` is the predicted cost as a
     share of the original model's cost. `measured` records the timing of the plan, or is None if the cost is not
-    latency. `expected` holds the predicted divergence (in nats, for class outputs), and the agreement and the change of
-    top-1 accuracy as shares. `explained` contains one line for each choice of the planner. `about` records the
-    settings, the kind of the model's outputs ("outputs") and the number of images that were used to choose the plan
-    ("images").
+    latency. `expected` holds the predictions of the divergence (in nats, for class outputs), of the agreement, and of
+    the change of top-1 accuracy (as shares). `explained` contains one line for each choice of the planner. `about`
+    records the settings, the kind of the model's outputs ("outputs") and the number of images that were used to choose
+    the plan ("images").
     """
 
     prescription: Prescription
@@ -106,7 +106,7 @@ class Plan(Displayed):
 
     @property
     def predictions(self) -> dict[str, Any]:
-        """The predictions that the check `promises` compares with measurements, as JSON-ready values."""
+        """The predictions, which the check `promises` compares with measurements, as JSON-ready values."""
         return {
             "target": self.target,
             "spend": self.minimized,  # the name in the file format, schema 2
@@ -137,7 +137,7 @@ class Plan(Displayed):
         Returns the path of plan.json.
 
         Raises:
-            InvalidInput: The prescription has a record that `load` would refuse.
+            InvalidInput: `about` of the prescription contains something that `load` would refuse.
         """
 
         # plan.json is moved last, so a folder that contains it is complete.

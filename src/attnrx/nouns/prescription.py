@@ -39,7 +39,7 @@ def _require(part: Displayed, fits: bool, rule: str) -> None:
 
 
 def _lay_out(part: Any, *names: str) -> None:
-    """Converts the named tensors to contiguous float64, so rounding is the same as for tensors from a file."""
+    """Converts the named tensors to contiguous float64, so they are rounded in the same way as tensors from a file."""
     for name in names:  # the dataclass is frozen, so its own `__setattr__` raises an error
         object.__setattr__(part, name, getattr(part, name).detach().double().contiguous())
 
@@ -50,8 +50,8 @@ class Basis(Displayed):
 
     Direction r of owner h has the query row `left[h, r] @ query_rows` and the key row `right[h, r] @ key_rows`. If the
     heads have separate directions, owner h is head h. Shared directions have a single owner, and combine the
-    concatenated rows of all heads. Neighbouring shared directions may form blocks with the sizes `blocks`. A head keeps
-    all directions of a block or none, and all of them have the same strength.
+    concatenated rows of all heads. Neighbouring shared directions may form blocks, whose sizes are in `blocks`. A head
+    keeps either all directions of a block or none, and all directions of a block have the same strength.
 
     If no direction is pruned, the attention scores equal the model's scores, unless the prescription's `about` records
     an approximation error. For rotary attention, `pairs` holds the index of the frequency that rotates each direction,
@@ -83,9 +83,9 @@ class OutputDecision(Displayed):
 
     The map is one of OUTPUT_MAPS. For "vo", y is the concatenation of all heads' value outputs, and every head is one
     unit. For an MLP map, y is the output of the map, and the map is the only unit. `encode` contains the kept
-    directions of all units, with `ranks[unit]` rows for each unit. Each row of `encode` is nonzero only on its own
-    unit, but `decode` may combine all units. `strength` contains the strengths of all directions, kept or pruned, for
-    plots of the spectrum.
+    directions of all units, with `ranks[unit]` rows for each unit. Each row of `encode` is nonzero only at the features
+    of its own unit, but `decode` may combine all units. `strength` contains the strengths of all directions, kept or
+    pruned, for plots of the spectrum.
     """
 
     ranks: tuple[int, ...]
@@ -250,8 +250,9 @@ class LayerPrescription(Displayed):
 class TokenPrescription(Displayed):
     """The token policy and, for a learned token reducer, the weights of its trained predictors.
 
-    `predictors` holds the weights of all stages by name, as in `TokenReduction.stages`. Without these weights, a
-    learned token reducer is initialized from `seed` and must be trained.
+    `predictors` holds the weights of the predictors in all stages, with the names that they have in
+    `TokenReduction.stages`. Without these weights, a learned token reducer is initialized from `seed` and must be
+    trained.
 
     Raises:
         InvalidInput: `predictors` were given for a token reducer that has no trainable weights.
@@ -269,7 +270,7 @@ class TokenPrescription(Displayed):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What every stage does, and whether its selection must be trained."""
+        """One text per stage: what the stage does, and whether its selection of tokens must be trained."""
         state = "trained" if self.predictors is not None else f"fresh (seed {self.seed}), must be trained"
         # The reason must say that training is needed, because an untrained predictor selects tokens at random.
         untrained = self.policy.reducer.untrained_reason
@@ -280,7 +281,7 @@ class TokenPrescription(Displayed):
 
     @property
     def must_be_trained(self) -> bool:
-        """Whether the selection is arbitrary before training, because predictors or halting scores are untrained."""
+        """Whether tokens are selected arbitrarily, because the predictors or halting scores are still untrained."""
         return self.policy.reducer.untrained_reason is not None and self.predictors is None
 
 
@@ -324,7 +325,7 @@ def parse_depth(text: str) -> DepthPrescription:
 
 @dataclass(frozen=True, repr=False)
 class Prescription(Displayed):
-    """The pruning decisions about all layers of one model, and the rules that they follow from.
+    """The pruning decisions about all layers of one model, and the rules from which they follow.
 
     `rules` contains the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the
     prescribed token policy, or None. `depth` holds the blocks that are removed entirely, or is None. Decisions about
@@ -393,7 +394,7 @@ class Prescription(Displayed):
         (`storage.write_with_tensors`). Returns the path of the JSON file.
 
         Raises:
-            InvalidInput: `about` has a plan or settings that `load` would refuse.
+            InvalidInput: `about` contains a plan or settings that `load` would refuse.
         """
         try:
             ABOUT.check(json.loads(json_text(dict(self.about))), "about")
@@ -416,7 +417,7 @@ class Prescription(Displayed):
         return write_with_tensors(path, record, self._tensors())
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of the file by their names in it."""
+        """Returns the tensors to store, by their names in the safetensors file."""
         tensors = layer_tensors(layer.tensors for layer in self.layers)
         if self.tokens is not None:
             # safetensors stores only contiguous tensors.
@@ -474,7 +475,7 @@ class Prescription(Displayed):
 
 # A file may come from anyone. The sizes in its fields are checked before tensors of these sizes are allocated.
 def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
-    """Checks that directions, strengths and ranks of the heads are consistent."""
+    """Checks that every head's kept directions, strengths and rank are consistent with each other."""
     directions = scores["directions"]
     keep = kinds.each(kinds.whole(0, directions - 1), most=directions, unique=True)  # indices, in any order
     strength = kinds.each(kinds.finite(), least=directions, most=directions)
@@ -527,7 +528,7 @@ POLICY = kinds.record(
 
 # `rules` holds the token policy and the removed blocks as text. The fields `tokens` and `depth` hold everything else.
 def _require_both(record: Mapping[str, Any], where: str) -> None:
-    """Checks that "tokens" and "depth" each have both an entry in `rules` and a field in the record, or neither."""
+    """Checks that "tokens" and "depth" each appear both in `rules` and as a field of the record, or in neither."""
     for name in (TOKENS, DEPTH):
         if (name in record["rules"]) != (name in record):
             here, there = (f"rules.{name}", name) if name in record["rules"] else (name, f"rules.{name}")

@@ -1,8 +1,8 @@
-"""The runtimes in which a model may run, and what a plan for each runtime may choose.
+"""The runtimes in which a model may run, and the choices that a plan for each runtime may make.
 
-The planner reads the table RUNTIMES. Each row records what was measured in one runtime (docs/results/speed.md,
-docs/results/gpu.md). For a runtime that the project could not measure, the row follows the vendor's guide. The table
-excludes only choices that are slower at every size. If the target is latency, the planner times the other choices.
+The planner reads the table RUNTIMES. Each row describes one runtime, based on measurements (docs/results/speed.md,
+docs/results/gpu.md). For a runtime that this project could not measure, the row follows the vendor's guide. A row
+excludes only choices that are slower for models of every size. If the target is latency, the planner times the others.
 """
 
 from collections.abc import Mapping
@@ -20,22 +20,22 @@ PART = 8
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime and a device, and the options of a plan for them.
+    """A runtime on one device, and the choices that plans for it may make.
 
     Attributes:
         title: The name of the runtime in messages and reports.
         named_by: How you select the runtime in a call, e.g. `to='onnx'`.
-        axes: The axes whose reduction saves time in this runtime. If they are STOCK, make the plan with
-            `portable=True`.
+        axes: The parts of a model (axes, e.g. "mlp" or "tokens") whose reduction saves time in this runtime. If they
+            are STOCK, make the plan with `portable=True`.
         equal_heads: Whether heads of unequal ranks are slower than dense heads. If so, all heads of a layer get the
             same rank.
         rank_multiple: Plans use ranks that are multiples of this number (see `rank_step`).
         width_multiple: Plans use hidden widths that are multiples of this number (see `width_step`).
-        most_stages: The largest number of token-merging stages that saves time, or None if every number may. Every
-            stage adds operations, which take time even in a small model.
-        source: The source of the row: "measured" by this project, "assumed" from a row with the same kernels, or
+        most_stages: The largest number of token-merging stages that still saves time, or None if there is no limit.
+            Every stage adds operations, which take time even in a small model.
+        source: Where the row comes from: "measured" by this project, "assumed" from a row with the same kernels, or
             "vendor" for the vendor's guide.
-        page: The page with the measurements or the guide, as a link from docs/.
+        page: The page with the measurements or the guide, as a link relative to docs/.
     """
 
     title: str
@@ -49,11 +49,11 @@ class Runtime:
     page: str = "results/speed.md"
 
     def rank_step(self, head_dim: int) -> int:
-        """Returns the step between possible ranks, for heads with `head_dim` directions."""
+        """Returns the step between the ranks that a plan may choose for heads with `head_dim` directions."""
         return min(self.rank_multiple, max(head_dim // PART, 1))
 
     def width_step(self, hidden: int) -> int:
-        """Returns the step between possible widths, for MLPs with `hidden` units."""
+        """Returns the step between the widths that a plan may choose for MLPs with `hidden` units."""
         return min(self.width_multiple, max(hidden // PART, 1))
 
 

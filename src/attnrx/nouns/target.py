@@ -25,8 +25,9 @@ class Target:
 
     "latency", "macs" and "params" have an upper limit, as a share of the original model's cost. "size" is an upper
     limit for the file, in megabytes. "max-kl" limits the mean divergence from the original model's outputs, which is in
-    nats for class outputs. "max-drop" limits the loss of top-1 accuracy, in points. "recall" is a lower limit. Recall
-    is the share of a new query's nearest neighbours that a search finds in an index of the original model's embeddings.
+    nats for class outputs. "max-drop" limits the loss of top-1 accuracy, in points. "recall" is a lower limit. The
+    smaller model embeds a query, and the original model has embedded the index. Recall is the share of the query's
+    nearest neighbours that the search still finds.
     """
 
     quantity: str
@@ -60,7 +61,9 @@ class Target:
     @classmethod
     @checked(text=ANY_TEXT)
     def parse(cls, text: str) -> "Target":
-        """Parses `quantity=number unit`. `faster=1.6`, `1.6x` and `1.6x faster` all mean 1 / 1.6 of the latency.
+        """Parses a target in the form `quantity=number unit`.
+
+        `faster=1.6`, `1.6x` and `1.6x faster` all limit the latency to 1 / 1.6 of the original model's latency.
 
         Raises:
             InvalidInput: The text is not a valid target, the quantity is unknown, or the number is outside its range.

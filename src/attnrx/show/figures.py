@@ -74,7 +74,7 @@ class Figure:
 
     `marks` is "lines", "steps", "points", "grid" or "pictures". A grid has one row per series, and the colour of a cell
     shows its `y`. `in_a_row` is the number of panels in a row. If `log_floor` is set, the y-axis is logarithmic and
-    ends at this value, or above it if no value is so small.
+    starts at this value, or higher if all values are larger.
     """
 
     name: str
@@ -315,10 +315,10 @@ def _of_diagnosis(diagnosis: Diagnosis) -> Iterator[Figure]:
 
 
 def _strengths(diagnosis: Diagnosis) -> tuple[str, list[Float[Tensor, "heads directions"]]]:
-    """Returns a metric's name, and the strengths of all score directions in this metric, sorted from the largest.
+    """Returns a metric's name, and the strengths of all score directions in this metric, from largest to smallest.
 
-    The metric is "mix", which plans use. If the diagnosis does not support "mix", the metric is "weights". If the
-    directions of a layer cannot be combined in either metric, the strengths are the model's own strengths.
+    The metric is "mix", which plans use. If the diagnosis does not support "mix", the metric is "weights". If neither
+    metric can be computed for all layers, the strengths are the model's own strengths.
     """
     for metric in ("mix", "weights"):
         with suppress(NotSupported, InvalidInput):

@@ -44,7 +44,7 @@ class Invalid(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """A set of allowed values, by which arguments and fields are validated.
+    """A set of allowed values, against which arguments and fields are validated.
 
     In messages, `expected` completes the sentences "give ..." and "it must be ...".
 
@@ -340,8 +340,8 @@ def record(
 ) -> Kind:
     """Returns a `Kind` for JSON objects with the required `fields` and the optional fields `more`.
 
-    Other fields are only allowed if `open` is true. `then` checks valid fields together. `check` raises Invalid with
-    the path of the first field that is missing, unknown or wrong.
+    Other fields are only allowed if `open` is true. Once every single field is valid, `then` checks how they fit
+    together. `check` raises Invalid with the path of the first field that is missing, unknown or wrong.
     """
     required, known = tuple(fields or ()), {**(fields or {}), **(more or {})}
 
@@ -510,7 +510,7 @@ def _annotated(cls: type) -> Mapping[str, Kind]:
 
 
 def named_kind(name: str, hint: Any) -> Kind:
-    """Returns the kind of an argument or a field by its name (NAMED). For other names, the annotation determines it."""
+    """Returns the kind of an argument or a field: by its name if NAMED contains the name, else by its annotation."""
     kind = NAMED.get(name)
     if kind is None:
         return kind_of(hint)

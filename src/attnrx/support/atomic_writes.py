@@ -146,11 +146,11 @@ def parts_by(is_part: Callable[[Path], bool]) -> ReplacedFiles:
 
 @contextmanager
 def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Iterator[Path]:
-    """Yields an empty temporary folder. If the block ends without an error, its files are moved to `folder`.
+    """Yields an empty temporary folder. If the block ends without an error, the files in it are moved to `folder`.
 
-    The old and the new folder are exchanged in one step, by one process at a time. A mount point or the current folder
-    cannot be exchanged. Their files are moved one by one, which is only possible if no existing file has to be
-    replaced.
+    The new folder takes the place of the old one in one step, and only one process at a time does this. If `folder` is
+    a mount point or the current folder, it cannot be exchanged. The new files are then moved into it one by one, which
+    is only possible if no existing file has to be replaced.
 
     Args:
         folder: The folder to create or change.
@@ -250,7 +250,7 @@ def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[Non
 
 
 def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
-    """Raises InvalidInput for a path that exists and is not a part, because it would be overwritten."""
+    """Raises InvalidInput for an existing path for which `is_part` is false, because it would be overwritten."""
     for path in paths:
         if os.path.lexists(path) and not is_part(path):
             raise InvalidInput(
@@ -306,7 +306,7 @@ def real_path(path: Path | str) -> Path:
 
 
 def _prepare_target(path: Path) -> Path:
-    """Follows symbolic links, creates the target's folder, and deletes leftovers for the target from it."""
+    """Follows symbolic links, creates the target's folder, and deletes leftover temporary files for the target."""
     target = real_path(path)
     if not target.name:
         raise InvalidInput(f"{path} is the root of the file system: name a folder or a file in it.")
@@ -334,7 +334,7 @@ def _start(target: Path) -> str:
 
 
 def _names(target: Path, suffix: str = "partial") -> re.Pattern[str]:
-    """Returns a regular expression for this host's temporary names for `target`. Group 1 is the process id."""
+    """Returns a pattern for the names of this host's temporary files for `target`. Group 1 is the process id."""
     return re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-z_]{{8}}\.{suffix}")
 
 
@@ -356,7 +356,7 @@ def _obstacle(folder: Path) -> str | None:
 
 
 def _carry_others(target: Path, temporary: Path, replaced: Collection[str]) -> None:
-    """Adds all files that stay to the new folder, as hard links or as copies with the same permissions."""
+    """Adds the files that are not replaced to the new folder, as hard links or as copies with equal permissions."""
 
     def ignored(folder: str, names: list[str]) -> list[str]:
         candidates = names if Path(folder) == target else []

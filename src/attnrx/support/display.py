@@ -22,7 +22,7 @@ class Sentence(str):
 
 # A diagnosis or prescription has thousands of numbers, and a dataclass's usual repr would print all of them.
 class Displayed:
-    """A base class for dataclasses (with repr=False) that shows shapes instead of tensors, and shortens long values."""
+    """A base class for dataclasses (with repr=False). It shows shapes instead of tensors, and shortens long values."""
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in _shown(self))
@@ -39,7 +39,7 @@ def _shown(item: Any) -> list[tuple[str, str]]:
 
 
 def short_value(value: Any, depth: int = 2) -> str:
-    """Returns a text of at most MAX_VALUE characters for a value, e.g. the shape of a tensor."""
+    """Returns a text of at most MAX_VALUE characters that describes a value, e.g. the shape of a tensor."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):

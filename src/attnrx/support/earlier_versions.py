@@ -21,7 +21,7 @@ LOST: Mapping[str, Entries] = {"TokenPolicy": {"by_image": False, "thresholds": 
 
 
 def converted(record: Entries, path: Path | str) -> dict[str, Any]:
-    """Returns the record of the file at this path in the form that this version writes.
+    """Converts the record of the file at `path` to the form that this version writes.
 
     Raises:
         CheckpointError: The record has a setting that this version no longer supports. The message names the setting.
@@ -31,7 +31,7 @@ def converted(record: Entries, path: Path | str) -> dict[str, Any]:
 
 
 def _of_types(value: Any) -> Any:
-    """Converts all objects with a field `type` inside a value, i.e. the records of dataclasses."""
+    """Converts all JSON objects with a field `type` (the records of dataclasses), however deep they are in a value."""
     if isinstance(value, list):
         return [_of_types(item) for item in value]
     if not isinstance(value, Mapping):
@@ -108,7 +108,7 @@ def _elastic(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def _measured(folder: Path, size: str) -> tuple[str, dict[str, int]]:
-    """Returns the fingerprint of one size of an elastic model and the original's costs, both from the size's evidence.
+    """Reads the fingerprint of one size of an elastic model, and the original's costs, from the size's evidence.
 
     Raises:
         CheckpointError: The evidence is missing, or lacks the fingerprint or the costs.
@@ -149,7 +149,7 @@ def converted_names(record: Entries, tensors: Mapping[str, Any]) -> dict[str, An
 def fingerprinted_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors of a user's module, keyed by the names that its fingerprint is computed from.
 
-    The fingerprint is still computed from the old names, because documents of earlier versions contain it.
+    These are still the old names, so that the fingerprint equals the one in documents of earlier versions.
     """
     return {_renamed(name, "source.", "module."): tensor for name, tensor in tensors.items()}
 

@@ -1,8 +1,8 @@
-"""Opens other authors' files: Hugging Face and timm models, tables, pickles, torch programs and files of runtimes.
+"""Opens other authors' files: Hugging Face and timm models, tables, pickles, torch programs, ONNX files and others.
 
-A library that loads a file or a repository may run code by the author. Only this module calls library functions that
-may do so (`tests/test_structure.py`). This module therefore decides which code may run. An author's code only runs if
-`trust` is true. Code in pickles never runs. The user is never asked on the terminal.
+A library that loads a file or a repository may run code by its author. Only this module calls library functions that
+may run such code (`tests/test_structure.py`), so it decides which code may run. An author's code only runs if `trust`
+is true. Code in pickles never runs. The user is never asked on the terminal.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PICKLES = ("pytorch_model.bin", "adapter_model.bin", "*.bin", "*.pt", "*.pth")
 
 
 def untrusted(what: str, more: str = "") -> InvalidInput:
-    """Returns the error for a file or a repository (`what`) that can run its author's code and needs trust."""
+    """Returns the error for a file or a repository (`what`) that can run its author's code and is not trusted."""
     return InvalidInput(
         f"{what} can run any code of its author, with your rights, once it is opened. If you trust its origin, pass "
         f"trust=True (--trust on the command line){more}."
@@ -132,7 +132,7 @@ def open_session(path: Path, options: Any) -> Any:
 
 
 def open_openvino(path: Path) -> tuple[Any, Any]:
-    """Returns OpenVINO's core and the model in a file, which may only use the runtime's own operators."""
+    """Returns OpenVINO's core and the model in a file. The file may only use the runtime's own operators."""
     core = required_module("openvino", "openvino", "this file").Core()
     return core, core.read_model(str(path))
 
@@ -176,14 +176,14 @@ def _empty_array(kind: Any, *_: Any) -> np.ndarray:
 
 
 def _latin1_bytes(text: str, encoding: str) -> bytes:
-    """Returns a text's bytes. It replaces the function by which Python 3 stores bytes in pickles for Python 2."""
+    """Returns a text's bytes. It replaces `_codecs.encode`, which pickles in an old format call to restore bytes."""
     if encoding != "latin1":
         raise pickle.UnpicklingError("it holds bytes of another kind")
     return text.encode("latin1")
 
 
 def open_arrays(path: Path) -> Any:
-    """Loads a pickle of containers and NumPy arrays, with Python 2's texts as bytes. Code in the pickle never runs.
+    """Loads a pickle of containers and NumPy arrays. Python 2's strings become bytes. Code in the pickle never runs.
 
     Raises:
         CheckpointError: The file is damaged, or contains other objects.

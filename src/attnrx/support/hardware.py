@@ -1,4 +1,4 @@
-"""Functions for devices and their load, the cache folder, permission to measure, bfloat16, and random states."""
+"""Functions for device names, processor load, the cache folder, timing permission, bfloat16 and random states."""
 
 import os
 import platform
@@ -56,7 +56,7 @@ class Load:
         self._start = _processor_seconds()
 
     def taken(self, threads: int) -> float | None:
-        """Returns how many processors, on average, other processes took from `threads` threads of this process.
+        """Returns how many processors, on average, other processes took away from this process's `threads` threads.
 
         Returns None if the number is unknown, e.g. on systems without /proc.
         """
@@ -71,8 +71,8 @@ class Load:
 def _processor_seconds() -> tuple[float, float, float] | None:
     """Returns the time now, the CPU seconds of all processes, and the CPU seconds of this process with its children.
 
-    The seconds of all processes include the time that a hypervisor took. Returns None if the system does not report
-    these numbers.
+    The seconds of all processes include the time that a hypervisor gave to other virtual machines. Returns None if the
+    system does not report these numbers.
     """
     try:
         tick = os.sysconf("SC_CLK_TCK")
@@ -140,7 +140,7 @@ def has_fast_bfloat16(device: str) -> bool:
 
 @contextmanager
 def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
-    """Turns matrix products in bfloat16 on or off for a device within the context, which may be nested.
+    """Turns matrix products in bfloat16 on or off for a device within the context. Contexts may be nested.
 
     Raises:
         NotSupported: A part of a model, or a loss, mixes these products with tensors of another precision.

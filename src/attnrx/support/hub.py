@@ -41,7 +41,7 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
 
 
 def card_with(card: str, **metadata: str | None) -> str:
-    """Returns a model card whose YAML header contains the fields `metadata`. Fields that are None are not changed.
+    """Returns a model card with the fields `metadata` set in its YAML header. Fields that are None are not changed.
 
     Raises:
         NotSupported: The package huggingface_hub is not installed.

@@ -1,4 +1,4 @@
-"""Functions for torch modules: copies, paths of parts, recorded operations, values of weights, and trees of outputs.
+"""Functions for torch modules: copies, tied weights, modes, cached values, submodule paths, and trees of outputs.
 
 A tree is anything that a module may return: a tensor, or tensors in tuples, lists, mappings or a library's output
 class.
@@ -89,12 +89,12 @@ def share_again_(module: nn.Module, names: Iterable[Sequence[str]]) -> None:
 
 
 def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replaces the weights of a module by tensors, without copying them.
+    """Replaces the weights of a module by the given tensors, without copying the tensors.
 
     Tied weights, i.e. weights with several names, stay tied if their new tensors are equal.
 
     Raises:
-        RuntimeError: The names or shapes of the tensors do not fit.
+        RuntimeError: The names or shapes of the tensors differ from the module's weights.
     """
     names = shared_weights(module).values()
     module.load_state_dict(tensors, strict=True, assign=True)
@@ -176,11 +176,12 @@ def has_fixed_weights() -> bool:
 
 
 def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Value:
-    """Returns the value that `build` computes from the weights of `owner`. An owner has one value for each `key`.
+    """Returns the value that `build` computes from the weights of `owner`.
 
-    Outside `fixed_weights`, the value is computed in every call, so it always belongs to the present weights. A cache
-    that verifies its entries by a hash of the weights would save less than 3 % of a pass on a CPU (ViT-Tiny, EVA-02 and
-    BEiT-B, batch 1 and 8, one thread of a Xeon with AVX-512, 2026-11-28).
+    An owner may have several values, each with its own `key`. Outside `fixed_weights`, the value is computed in every
+    call, so it always matches the current weights. A cache that verifies its entries by a hash of the weights would
+    save less than 3 % of a pass on a CPU (ViT-Tiny, EVA-02 and BEiT-B, batch 1 and 8, one thread of a Xeon with
+    AVX-512, 2026-11-28).
     """
     values = _FIXED.values
     if values is None:
@@ -195,7 +196,7 @@ def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Valu
 
 
 def kept(build: Callable[P, Value]) -> Callable[P, Value]:
-    """Returns a function that caches the tensors of `build`, which must only depend on the arguments.
+    """Returns a function that caches the tensors that `build` creates. They must only depend on the arguments.
 
     Without the cache, every new tensor would need a kernel launch on a GPU. Copying numbers to the tensor would wait
     for the GPU, and could not be a part of a CUDA graph. While a graph is traced, `build` is called without the cache.
@@ -213,7 +214,7 @@ def kept(build: Callable[P, Value]) -> Callable[P, Value]:
 
 
 def outermost(model: nn.Module, found: Callable[[nn.Module], Value | None]) -> Iterator[tuple[str, Value]]:
-    """Yields the outermost modules in a model for which `found` returns a value, as pairs of path and value."""
+    """Yields the path and the value of each outermost module in a model for which `found` returns a value."""
     outer: list[str] = []
     for path, part in model.named_modules():
         if not any(path.startswith(f"{above}.") or not above for above in outer):
@@ -224,7 +225,7 @@ def outermost(model: nn.Module, found: Callable[[nn.Module], Value | None]) -> I
 
 
 def containing(paths: Sequence[str]) -> Iterator[str]:
-    """Yields the paths of all modules that contain all of `paths`, from the smallest to the model itself ("")."""
+    """Yields the path of every module that contains all of `paths`, from the innermost to the model itself ("")."""
     pieces = [path.split(".") for path in paths]
     for count in range(min(map(len, pieces)) - 1, -1, -1):
         if len({tuple(each[:count]) for each in pieces}) == 1:
@@ -251,10 +252,11 @@ def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "b
     """Returns, for every output, the largest difference that counts as rounding.
 
     The limit for an output is the square root of the machine epsilon, times the largest magnitude in the output's
-    column. A column contains the outputs of all images and positions for one class, channel or row. Because every
-    column has its own limit, a large constant in one output cannot hide differences between small logits. Columns with
-    very small numbers get the lower quartile of all columns' limits, because their rounding errors may be as large as
-    in other columns. The epsilon is at least float32's, because some attention computes its softmax in float32.
+    column. A column contains all outputs with the same index on one axis, e.g. of the same class, channel or row. If an
+    output is in several columns, the smallest limit counts. Because every column has its own limit, a large constant in
+    one output cannot hide differences between small logits. Columns with very small numbers get the lower quartile of
+    all limits, because their rounding errors may be as large as in other columns. The epsilon is at least float32's,
+    because some attention computes its softmax in float32.
     """
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
     sizes = expected.detach().abs().double()
@@ -300,7 +302,7 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def tensors_of(tree: Any, name: str = "") -> dict[str, Tensor]:
-    """Returns the floating-point tensors in a tree by their place in it, e.g. `depth` or `heads.0`."""
+    """Returns the floating-point tensors in a tree, keyed by their place in the tree, e.g. `depth` or `heads.0`."""
     if isinstance(tree, Tensor):
         return {name: tree} if tree.is_floating_point() else {}
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, tuple | list) else ()
@@ -315,7 +317,7 @@ def joined(trees: Sequence[Any]) -> Any:
 
 
 def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
-    """Returns a tree with the numbers in `rows`, as the inverse of `rows_of`. `template` is the tree for one image."""
+    """Returns a tree with the numbers in `rows` (the inverse of `rows_of`). `template` is the tree for one image."""
     sizes = [tensor[0].numel() for tensor in tensors_of(template).values()]
     parts = iter(rows.split(sizes, dim=1))
     return mapped(
@@ -324,7 +326,7 @@ def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
 
 
 def rows_of(tree: Any) -> Float[Tensor, "images numbers"]:
-    """Returns all numbers in a tree with one row per image. A tensor [images, numbers] is returned unchanged."""
+    """Returns all numbers in a tree as a matrix with a row per image. A tensor with two axes is returned unchanged."""
     if isinstance(tree, Tensor) and tree.ndim == 2:
         return tree
     # flatten(1) would fail for a tensor with a single number per image, [images].

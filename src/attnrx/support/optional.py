@@ -72,7 +72,7 @@ def is_installed(library: str) -> bool:
 
 
 def installed_versions(*names: str) -> dict[str, str]:
-    """Returns the versions of the named packages, without packages that are not installed."""
+    """Returns the versions of the named packages. Packages that are not installed are left out."""
     versions = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -82,7 +82,7 @@ def installed_versions(*names: str) -> dict[str, str]:
 
 @cache
 def import_plugins(group: str = "attnrx.parts") -> None:
-    """Imports the modules that other packages name as entry points of a group. The modules register their own parts."""
+    """Imports modules that other packages declare as entry points of `group`. They register e.g. their own rules."""
     # The entry points are sorted, because their order depends on how the packages were installed.
     for entry in sorted(importlib.metadata.entry_points(group=group)):
         entry.load()

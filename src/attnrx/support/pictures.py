@@ -128,6 +128,6 @@ def fit_pixels(pixels, geometry):
 
 
 def normalize_pixels(pixels, mean, std):
-    """Returns pixels, uint8 [height, width, channels], on the model's scale, float32 [channels, height, width]."""
+    """Normalizes pixels, uint8 [height, width, channels], and returns them as float32 [channels, height, width]."""
     scaled = (pixels.astype(np.float32) / np.float32(255) - np.float32(mean)) / np.float32(std)
     return np.ascontiguousarray(scaled.transpose(2, 0, 1))

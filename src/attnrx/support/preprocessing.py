@@ -1,7 +1,7 @@
 """The preprocessing of pictures for a model, as one record of settings from the model's own data configuration.
 
 The same record is used for named datasets, for paths, for datasets of PIL pictures, and in the scripts beside exported
-files. `attnrx.support.pictures` contains the code that follows it.
+files. `attnrx.support.pictures` contains the code that applies these settings.
 """
 
 from dataclasses import dataclass
@@ -141,10 +141,10 @@ class Normalization:
     def apply(
         self, images: Float[Tensor, "*batch channels height width"]
     ) -> Float[Tensor, "*batch channels height width"]:
-        """Returns pixels in [0, 1] on the model's scale, i.e. normalized.
+        """Returns pixels in [0, 1] as normalized images.
 
         Raises:
-            InvalidInput: The images do not have the normalization's number of channels.
+            InvalidInput: The images do not have the number of channels that the normalization expects.
         """
         mean, std = self._columns(images)
         return (images - mean) / std
@@ -155,7 +155,7 @@ class Normalization:
         """Returns normalized images as pixels in [0, 1].
 
         Raises:
-            InvalidInput: The images do not have the normalization's number of channels.
+            InvalidInput: The images do not have the number of channels that the normalization expects.
         """
         mean, std = self._columns(images)
         return images * std + mean

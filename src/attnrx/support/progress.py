@@ -1,8 +1,8 @@
 """Shows the progress of long calls, which consist of phases and loops.
 
 On a terminal, all progress is shown in one line that overwrites itself. In a log, a phase writes a line when it
-begins, unless the last line is less than BETWEEN_PHASES seconds old. A loop writes a line if the last one is a minute
-old.
+begins, unless the last line is less than BETWEEN_PHASES seconds old. A loop writes a line if the last line is at least
+a minute old.
 """
 
 import errno
@@ -44,14 +44,15 @@ def say(line: str) -> None:
 
 
 def details(log: Log) -> Log:
-    """Returns `log` for details, e.g. every trial of a plan. Unless ATTNRX_PROGRESS is 2, returns a silent callback."""
+    """Returns the callback for details, e.g. every trial of a plan: `log` if ATTNRX_PROGRESS is 2, else `no_log`."""
     return log if os.environ.get(SETTING) == DETAILED else no_log
 
 
 class Phases:
     """The phases of a call in order, each with its usual share of the call's time.
 
-    The shares need not add up to 1. They are only used to estimate the time left from the time of finished phases.
+    The shares need not add up to 1. They are only used to estimate the time left from the time that the finished
+    phases took.
     """
 
     def __init__(self, shares: Iterable[tuple[str, float]], log: Log):
@@ -102,8 +103,8 @@ _current: ContextVar[Phases | None] = ContextVar("phases", default=None)
 def phases(shares: Mapping[str, float], log: Log = no_log, repeated: int = 1, again: str = "") -> Iterator[None]:
     """Shows the phases of a call within the context. Only the outermost call shows its phases.
 
-    `shares` maps every phase to its usual share of the call's time. If the call returns several results (`repeated`),
-    the phases from `again` on are repeated for each of them.
+    `shares` maps every phase to its usual share of the call's time. If the call returns several results, pass their
+    number as `repeated`. The phases from `again` on are then repeated for each result.
     """
     if _current.get() is not None:
         yield

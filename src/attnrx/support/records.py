@@ -45,7 +45,7 @@ def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError
 
 
 def nesting(value: Any) -> int:
-    """Returns the nesting depth of lists and objects, without recursion, because files may nest very deep."""
+    """Returns the nesting depth of lists and objects, even if it exceeds Python's recursion limit."""
     depth, level = 0, [value]
     while level := [part for part in level if isinstance(part, dict | list)]:
         depth += 1
@@ -69,9 +69,9 @@ def to_dict(part: Any, *, typed: bool = True) -> dict[str, Any]:
 
 
 def without_folders(value: Any) -> Any:
-    """Returns a JSON-ready value in which every absolute path is replaced by its last name and a short hash.
+    """Returns a JSON-ready value in which every absolute path is replaced by its last part and a short hash.
 
-    A file with this value does not reveal its author's folders. The hash keeps different paths different.
+    A file with this value does not reveal its author's folders. The hash distinguishes paths with the same last part.
     """
     if isinstance(value, Mapping):
         return {without_folders(key): without_folders(each) for key, each in value.items()}
@@ -140,7 +140,7 @@ def _plain(value: Any, typed: bool) -> Any:
 
 
 def _rich(value: Any, kinds: Mapping[str, type] | None, where: str) -> Any:
-    """Returns a field's value from JSON. `kinds` are a typed record's allowed types, or None for an untyped record."""
+    """Converts a field's value from JSON. `kinds` are the classes allowed in a typed record, or None if untyped."""
     if kinds is None:
         return tuple(_rich(item, None, where) for item in value) if isinstance(value, list) else value
     if isinstance(value, Mapping):

@@ -21,7 +21,7 @@ Registered = TypeVar("Registered")
 
 
 def text_name(thing: Any) -> str:
-    """Returns the name of a thing. If a class does not define `name`, its name is the class name in snake case."""
+    """Returns the name under which a thing is registered. A class without `name` gets its class name in snake case."""
     if not isinstance(thing, type):
         return str(thing.name)
     own = vars(thing).get("name")  # vars, because a subclass must not inherit the name

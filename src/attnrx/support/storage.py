@@ -187,12 +187,12 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
 
 
 def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin with `prefix`, e.g. "layers.3.", and removes it from their names."""
+    """Returns the tensors whose names begin with `prefix`, e.g. "layers.3.", keyed by the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def layer_tensors(layers: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the tensors of all layers in one dict. A name in layer 3 becomes "layers.3.NAME"."""
+    """Returns the tensors of all layers in one dict. The tensor NAME of layer 3 gets the name "layers.3.NAME"."""
     return {f"layers.{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in layer.items()}
 
 
@@ -295,7 +295,7 @@ def read_with_tensors(
     build: Callable[[dict[str, Any], dict[str, Tensor]], Part],
     tensors_of: Callable[[Part], Mapping[str, Tensor]],
 ) -> Part:
-    """Loads a record and its tensors, which `write_with_tensors` wrote, and returns the object that `build` creates.
+    """Loads a record and tensors that `write_with_tensors` wrote, and returns what `build` creates from them.
 
     `tensors_of` returns the tensors that the object uses. The file must not contain any other tensors.
 

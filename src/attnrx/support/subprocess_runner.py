@@ -181,7 +181,7 @@ def run_in_subprocess(
 
 
 def run_side_by_side(calls: Sequence[Callable[[], Value]], in_subprocess: bool = True) -> list[Value]:
-    """Runs independent calls in two processes at the same time, and returns their values in order.
+    """Runs independent calls in this process and another one at the same time, and returns their values in order.
 
     As soon as a process has finished a call, it takes the next one. If the other process cannot run a call, this
     process runs it. With `in_subprocess=False`, this process runs all calls.
@@ -222,8 +222,8 @@ def _called(call: Callable[[], Value]) -> Value:
 def serve() -> None:
     """Runs function calls in the separate process.
 
-    The first line of stdin names the modules to import. Each further line is the path of one
-    call's folder, which contains the pickled function and arguments. The result is written to the same folder.
+    The first line of stdin names the modules to import. Each further line is the path of a folder that contains the
+    pickled function and arguments of one call. The result is written to the same folder.
     """
     _end_with_parent()
     for name in sys.stdin.readline().split():
@@ -260,7 +260,7 @@ def _end_with_parent() -> None:
 
 
 def _run(folder: Path) -> None:
-    """Runs the call in a folder, and writes its result there."""
+    """Runs the call that is stored in a folder, and writes its result to the same folder."""
     try:
         function, arguments, threads = pickle.loads((folder / _CALLED).read_bytes())
     except (AttributeError, ImportError) as error:

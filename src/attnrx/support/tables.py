@@ -1,4 +1,4 @@
-"""Formats tables for consoles, with aligned columns, or as Markdown.
+"""Formats tables as plain text with aligned columns (for consoles), or as Markdown.
 
 Text in Markdown cells is escaped, because it may contain names of classes and models from other people's files.
 """
@@ -18,7 +18,7 @@ def _utf8(text: str) -> str:
 
 
 def markdown(words: Any) -> str:
-    """Joins a text into one line, and escapes the characters that have a meaning in Markdown."""
+    """Joins the lines of a text, and escapes the characters that have a meaning in Markdown."""
     # Line breaks become spaces, because in Markdown they end a row of a table.
     return MARKDOWN.sub(r"\\\1", " ".join(_utf8(str(words)).split()))
 

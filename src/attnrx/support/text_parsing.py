@@ -75,8 +75,8 @@ class Token:
 def spelled_knobs(part: Any, nested: type | None = None) -> str:
     """Writes the options (knobs) of a dataclass instance as a string that `TextReader.read_knobs` can parse.
 
-    Options without a default are written by position. Other options are written as NAME=VALUE, unless the value equals
-    the default.
+    Options without a default are written as values without a name, in order. Other options are written as NAME=VALUE,
+    or left out if the value equals the default.
     """
     knobs = []
     for name, field in knobs_of(type(part), nested).items():
@@ -92,9 +92,9 @@ def spelled_knobs(part: Any, nested: type | None = None) -> str:
 class TextReader:
     """A recursive-descent parser of one string. Subclasses have a method for each rule of their grammar.
 
-    A subclass sets `noun`, `plural` and `examples` for its error messages, and `signs`, the punctuation that it allows.
-    `error` is the class of its errors. If options can be calls themselves, `nested` is the class of the objects that
-    these calls create, and `read_nested` parses them.
+    A subclass sets `noun`, `plural` and `examples` for its error messages. `signs` is the punctuation that its strings
+    may contain, and `error` is the class of its errors. If the value of an option can be a call, `nested` is the class
+    of the object that such a call creates, and `read_nested` parses the call.
 
     Raises:
         InvalidInput: The string does not follow the grammar. The error has the class `error`, and its message contains
@@ -165,7 +165,7 @@ class TextReader:
         return name, registry[name.text]
 
     def read_knobs(self, name: Token, kind: type, *, is_short: bool = False, filled: Collection[str] = ()) -> dict:
-        """Parses a class's options (knobs), in brackets or, with `is_short`, after a colon. Either may be left out.
+        """Parses a class's options (knobs), if any, in brackets and, with `is_short`, also after a colon.
 
         Options in `filled` already have a value, so values without a name are assigned to the other options.
 

@@ -1,4 +1,4 @@
-"""Training on one or several processes, with exact resume."""
+"""Trains models in one or several processes, and can resume an interrupted run exactly where it stopped."""
 
 from typing import TYPE_CHECKING, Any
 

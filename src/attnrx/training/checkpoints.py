@@ -109,10 +109,10 @@ def _require_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def state_tensors(learner: Learner, sums: Float[Tensor, "names"]) -> dict[str, Tensor]:
     """Returns the state of a training run as tensors, gathered in the main process.
 
-    The state consists of the weights, their running mean, the optimizer state, and this epoch's sums of losses and
-    counts. All processes must call this function, because each may hold a shard. In all processes except the main
-    process, the result is empty. Random generator states are not stored, because every step derives its seed from the
-    config's seed and the step number.
+    The state consists of the weights, their running mean, the optimizer state, and the sums of losses and counts in the
+    current epoch. All processes must call this function, because each may hold a shard. In all processes except the
+    main process, the result is empty. Random generator states are not stored, because every step derives its seed from
+    the config's seed and the step number.
     """
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": learner.model.state_dict(),
@@ -142,7 +142,7 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns the optimizer's state as `PARAMETER/FIELD` tensors."""
+    """Returns the state of the optimizer as tensors with the names `PARAMETER/FIELD`."""
     return {
         f"{name}/{field}": value
         for name, parameter in model.named_parameters()
@@ -166,7 +166,7 @@ def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors:
 
 
 def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Loads whole tensors into a model that may be sharded.
+    """Copies whole (unsharded) tensors into a model, whose own tensors may be sharded.
 
     Raises:
         CheckpointError: The model has tensors with other names.
@@ -214,9 +214,9 @@ def identity(
 def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path, reached: str) -> None:
     """Raises CheckpointError with a list of differences if the requested run is not the saved run.
 
-    The requested model may have the initial weights of the saved run or its last saved weights, whose fingerprint is
-    `reached`. The last saved weights are allowed, because training changes a model in place, and you may resume the run
-    with this changed model.
+    The requested model may have the initial weights of the saved run, or its last saved weights. The fingerprint of the
+    last saved weights is `reached`. They are allowed, because training changes a model in place, and you may resume the
+    run with the changed model.
     """
     # The records are flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
     before = dict(_flat(saved))

@@ -16,16 +16,16 @@ class TrainingConfig:
     The learning rate is updated in every step. It rises linearly during the warm-up, and then falls along a cosine.
     Weight decay is applied to matrices, but not to biases and norms. Learned strengths have their own decay.
 
-    In SVDA attention, each direction (rank-one term) of the scores has a learned strength. Query and key rows have unit
-    length there, so the strengths bound the scores. A large `strength_init` allows sharp attention, but keeps the
-    strengths similar. `strength_decay` moves heads towards uniform attention. A larger `strength_learning_rate` makes
-    the strengths differ more.
+    In SVDA attention, each direction (rank-one term) of the scores has a learned strength. Queries and keys have unit
+    length there, so the strengths limit how large a score can be. A large `strength_init` allows sharp attention, but
+    keeps the strengths similar. `strength_decay` moves heads towards uniform attention. A larger
+    `strength_learning_rate` makes the strengths differ more.
 
     With `parallel="ddp"`, every process has a copy of the model. With `parallel="fsdp"`, every process has a shard of
     the weights, gradients, optimizer state and running mean, and gathers the weights for every step. With `accumulate`,
-    a process divides its images into parts, as if there were more processes. All of these settings give the same
-    result, up to rounding. So you may resume a run with other values of `parallel` and `accumulate`, or with another
-    number of processes.
+    a process divides its images of a step into parts, as if there were more processes. All of these settings give the
+    same result, up to rounding. So you may resume a run with other values of `parallel` and `accumulate`, or with
+    another number of processes.
 
     Attributes:
         epochs: Passes over the training images.

@@ -27,15 +27,15 @@ TeacherSource = tuple[str, str | None]
 class LossContext:
     """The inputs of a loss at one training step.
 
-    `model` is the module without wrappers. A loss that runs the model again calls `model.forward`, which is never
-    compiled. `logits` have float32 or a higher precision. `seed` is different in every step. The step's images are
-    divided into parts, and `shard` contains the index of this part and the number of parts. `progress` is the completed
-    fraction of the training.
+    `model` is the model without the wrappers for compilation and distributed training. A loss that runs the model again
+    calls `model.forward`, which is never compiled. `logits` have float32 or a higher precision. `seed` is different in
+    every step. The images of a step are divided into parts, and a loss gets one of them. `shard` contains the index of
+    this part and the number of parts. `progress` is the completed fraction of the training.
 
-    If a loss needs features, `features` contains the output tokens of the model's blocks. After a stage that removes
-    tokens, the outputs have fewer tokens. If the model has a token policy (rules for pruning or merging tokens), `run`
-    contains token statistics from this step's forward pass. `teachers` contains the loaded teacher models. Losses can
-    share intermediate results within a step through `memory`.
+    If a loss needs features, `features` contains the output tokens of each block of the model. Blocks after a stage
+    that removes tokens have fewer output tokens. If the model has a token policy (rules for pruning or merging tokens),
+    `run` contains token statistics from this step's forward pass. `teachers` contains the loaded teacher models. Losses
+    can share intermediate results within a step through `memory`.
     """
 
     model: nn.Module
@@ -54,8 +54,8 @@ class LossContext:
 class Loss(ABC):
     """One term of the training objective. A loss is a frozen dataclass, and calling it returns the value of the term.
 
-    The value does not include the factor `weight`. Each process computes a mean over its own images, and the average
-    over processes is the mean over all images.
+    The value is not yet multiplied by `weight`. Each process computes the mean over its own images. Averaged over the
+    processes, these means give the mean over all images.
     """
 
     example: ClassVar[str] = "attnrx.training.losses.Task()"
@@ -92,7 +92,7 @@ class Task(Loss):
 
 
 class TeacherLoss(Loss):
-    """A loss that compares the model with a teacher: a saved folder or a model name that `load_model` accepts."""
+    """A loss that compares the model with a teacher, which `load_model` loads from a folder or by a model name."""
 
     teacher: str
     weights: str | None
@@ -115,7 +115,7 @@ class TeacherLoss(Loss):
 
 @dataclass(frozen=True)
 class Distillation(TeacherLoss):
-    """The KL divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
+    """KL(teacher || model), the KL divergence of the softened outputs, times temperature^2 (Hinton et al., 2015).
 
     The factor temperature^2 keeps the gradients at a similar scale for any temperature. `teacher` is a folder or a name
     that `load_model` accepts. If the teacher is a name such as timm:NAME, `weights` may be a local weights file. This
@@ -183,7 +183,7 @@ Answer = tuple[Float[Tensor, "batch classes"], Sequence[Float[Tensor, "batch tok
 
 
 def load_teachers(losses: Iterable[Loss]) -> dict[TeacherSource, nn.Module]:
-    """Loads the teachers of the losses from their present files."""
+    """Loads every teacher that the losses use, and returns the teachers by their sources."""
     sources = {loss.source for loss in losses if isinstance(loss, TeacherLoss)}
     return {(name, weights): load_model(name, weights=weights) for name, weights in sorted(sources, key=str)}
 
@@ -222,8 +222,8 @@ class _Reader(TextReader):
 def parse_loss(text: str, shared: Mapping[str, Any] | None = None) -> Loss:
     """Creates a loss from a string with its name in snake case and its options, e.g. `target_rank:16:0.1`.
 
-    `shared` contains default values for options, e.g. the teacher. Values without a name are assigned to the options
-    that are not in `shared`.
+    `shared` contains default values for options, e.g. the teacher. If a value in the string has no option name, it is
+    assigned to an option that is not in `shared`.
 
     Raises:
         UnknownName: The loss or one of the options does not exist.

@@ -42,15 +42,15 @@ EPOCH, STEP, NOISE = 0, 1, 2  # the purpose is a part of the seed, so that no tw
 def derived_seed(*parts: int) -> int:
     """Returns a seed that depends on all `parts`. Similar parts, e.g. consecutive steps, lead to unrelated seeds.
 
-    All random numbers of a step depend only on the run's seed and the step number. A run can therefore be resumed
-    without saved generator states.
+    All random numbers of a step depend only on the run's seed, the step number and the part of the batch. A run can
+    therefore be resumed without saved generator states.
     """
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate schedule of a run, which consists of a linear warm-up and a cosine decay."""
+    """The learning rate schedule of a run: a linear warm-up, followed by a cosine decay."""
 
     config: TrainingConfig
     steps_per_epoch: int
@@ -70,10 +70,10 @@ class Schedule:
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Returns AdamW with parameter groups for matrices, for biases and norms (without decay), and for strengths.
+    """Returns AdamW with separate parameter groups for matrices, for biases and norms, and for learned strengths.
 
-    The parameters of token predictors, which learn which tokens to prune, are in separate groups. The `factor` of a
-    group multiplies its learning rate.
+    Biases and norms have no weight decay. Token predictors, which learn which tokens to prune, have their own groups.
+    The learning rate of a group is multiplied by the group's `factor`.
     """
     strengths = {id(strength) for strength in strengths_of(model)}  # by identity, as tensors compare elementwise
     groups: dict[str, list[Tensor]] = {}
@@ -139,14 +139,14 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns a tensor of any shape, gathered from all processes. All processes must call this function."""
+    """Returns a whole tensor (any shape), gathered from its shards. All processes must call this function."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Gathers sharded tensors one by one on the CPU.
+    """Gathers sharded tensors one by one, and moves the whole tensors to the CPU.
 
-    If `keep` is false, this process takes part in the gathering, but gets an empty dict.
+    If `keep` is false, this process contributes its shards, but gets an empty dict.
     """
     whole_tensors = {}
     for name, tensor in tensors.items():
@@ -191,7 +191,10 @@ class WeightMean:
 
     @torch.no_grad()
     def update_(self, step: int) -> None:
-        """Updates the mean after `step` steps. The decay is smaller in early steps, to forget the initial weights."""
+        """Updates the mean after the training step with the index `step`.
+
+        The decay is smaller in early steps, so the mean soon forgets the initial weights.
+        """
         decay = min(self._decay, (1 + step) / (10 + step))
         means, live = ([local_shard(part) for part in parts.values()] for parts in (self.tensors, self._live))
         # One call updates all parameters, because a kernel for each would take longer than the arithmetic. Each process
@@ -221,7 +224,7 @@ class WeightMean:
 class Learner:
     """A model in training, with its optimizer and state.
 
-    `wrapped` is the compiled or distributed model that runs the steps.
+    `wrapped` is the model that the steps call, with its wrappers for compilation and distributed training.
     """
 
     def __init__(
@@ -234,11 +237,11 @@ class Learner:
         features: list[Tensor] | None = None,
         teachers: Mapping[TeacherSource, nn.Module] | None = None,
     ):
-        """Moves the model to its device and creates the optimizer, the running mean and the distributed wrapper.
+        """Moves the model to the training device, and creates the optimizer, the running mean and the wrappers.
 
-        `target` is the caller's model. `model` is the same object or, if its weights are sharded, a copy. If a loss
-        needs the outputs of blocks, every forward pass appends them to `features`, each with the shape
-        [batch, tokens, width]. `teachers` contains the loaded teacher models.
+        `target` is the model that the user passed. `model` is the model to train, which is `target` itself or, if the
+        weights are sharded, a copy of it. If a loss needs the outputs of blocks, every forward pass appends them to
+        `features`, each with the shape [batch, tokens, width]. `teachers` contains the loaded teacher models.
 
         Raises:
             NotSupported: The config has settings for learned strengths, but the model has no learned strengths.

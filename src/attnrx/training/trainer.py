@@ -65,7 +65,7 @@ CHECK_EVERY = 16  # steps between checks on a GPU or with several processes, whe
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A finished run: the trained model (with the averaged weights if `ema` is set), its history and training.json."""
+    """A finished run: its trained model (with averaged weights if `ema` is set), history, folder and training.json."""
 
     model: nn.Module
     history: tuple[Mapping[str, Any], ...]
@@ -99,7 +99,7 @@ def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | st
         InvalidInput: The data do not fit the model or the batch size, or no parameter requires a gradient.
         DataError: Images or labels are missing.
         CheckpointError: The folder contains a run with another model, config or data, or a damaged checkpoint.
-        NotSupported: A setting does not apply to this model, or the processes were launched in another mode.
+        NotSupported: A setting does not apply to this model, or `train` does not support the processes' parallel mode.
         TrainingInterrupted: Ctrl-C, SIGTERM or SIGHUP stopped the run, and a checkpoint was written.
         TrainingDiverged: The loss or a gradient is not finite.
 
@@ -168,9 +168,9 @@ def interruptible() -> Iterator[threading.Event]:
 def deterministic() -> Iterator[None]:
     """Prefers deterministic algorithms within the context, and restores settings and generator states at the end.
 
-    On CUDA, the backward pass of fused attention is deterministic only if PyTorch forbids all other algorithms. attnrx
-    does not forbid them, because operations without a deterministic algorithm would then fail. You can forbid them with
-    `torch.use_deterministic_algorithms(True)`. Otherwise, PyTorch warns once about the backward pass.
+    On CUDA, the backward pass of fused attention is deterministic only if PyTorch forbids nondeterministic algorithms.
+    attnrx does not forbid them, because operations that have no deterministic algorithm would then fail. You can forbid
+    them with `torch.use_deterministic_algorithms(True)`. Otherwise, PyTorch warns once about the backward pass.
     """
     debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
     was_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -189,7 +189,7 @@ def deterministic() -> Iterator[None]:
 
 
 def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
-    """Checks that the data fit the model and the batch size, and returns them with the model's image normalization.
+    """Checks that the data fit the model and the batch size, and returns the data, normalized as the model expects.
 
     If a loss uses labels, every training image must have a label, and the label must be a class of the model. If no
     loss uses labels, images need no labels, and the data may have fewer classes than the model.
@@ -233,13 +233,13 @@ def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spli
 
 
 def num_logits(model: nn.Module) -> int:
-    """Returns the number of logits per image, which is 0 for a model that returns embeddings."""
+    """Returns the number of logits per image, or 0 for a model without a classifier."""
     heads = family_of(model).heads(model)
     return num_outputs(heads[0]) if heads else 0
 
 
 def connect_processes(**settings: Any) -> "PartialState":
-    """Returns the state of the launched processes, and connects them if they are not connected yet.
+    """Connects the launched processes with each other if needed, and returns Accelerate's object for their state.
 
     `settings` are arguments of `torch.distributed.init_process_group`.
     """
@@ -253,7 +253,7 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
     """Returns the `Accelerator` for the launched processes, after checking their parallel mode and their number.
 
     Raises:
-        NotSupported: The processes were launched for another parallel mode.
+        NotSupported: The processes were launched in a parallel mode that attnrx does not support.
         InvalidInput: The batch size is not a multiple of the number of processes times `accumulate`.
     """
     # If the heads of a layer have no directions, the layer has empty parameters, which are not used. For unused
@@ -306,7 +306,7 @@ def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] |
 class _Run:
     """The training loop.
 
-    `step` is the number of finished steps in the whole run. It also determines the epoch and the position in the epoch.
+    `step` is the number of steps that the whole run has finished. The epoch and the position in it follow from `step`.
     """
 
     def __init__(self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any], log: Log):
@@ -449,7 +449,7 @@ class _Run:
             self._save()
 
     def _save(self) -> Path:
-        """Writes a checkpoint in the first process, while the others wait."""
+        """Writes a checkpoint from the first process, while all other processes wait."""
         # All processes must call this function, because it adds up their sums and gathers their shards.
         tensors = state_tensors(self.learner, self.learner.summed(self.learner.sums))
         if self.accelerator.is_main_process:

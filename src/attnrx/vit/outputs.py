@@ -38,13 +38,13 @@ class OutputKind(ABC):
 
     Attributes:
         name: The name of the kind in files.
-        noun: The word for an output in findings.
-        distance: The word for the divergence in findings.
-        decision: The word for a decision in findings.
-        answers: The word for decisions in summaries.
-        accuracy: The word for the share of correct decisions in findings.
+        noun: What findings call an output.
+        distance: What findings call the divergence.
+        decision: What findings call a decision.
+        answers: What summaries call the decisions.
+        accuracy: What findings call the share of correct decisions.
         columns: The table headings for accuracy and divergence.
-        returns: A description of such outputs for error messages.
+        returns: A description of such outputs in error messages.
         unit: The unit of the divergence.
         flip_divergence: A divergence at which a decision may change.
         has_decisions: Whether each output implies a decision. If not, evidence contains neither agreement nor accuracy.
@@ -68,13 +68,13 @@ class OutputKind(ABC):
 
     @abstractmethod
     def divergence(self, base: Rows, other: Rows) -> PerImage:
-        """Returns one divergence of `other` from `base` per image."""
+        """Returns, for each image, the divergence of the outputs `other` from the outputs `base`."""
 
     @abstractmethod
     def softened(self, base: Rows, other: Rows) -> PerImage:
         """Returns a divergence per image that varies less between images than `divergence`.
 
-        It is used to search for plans.
+        The search for plans uses this divergence.
         """
 
     @abstractmethod
@@ -98,9 +98,9 @@ class OutputKind(ABC):
 
     @abstractmethod
     def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
-        """Samples one target per image from the predicted distribution, and returns the sum of the log-probabilities.
+        """Samples one target per image from the predicted distribution, and returns the sum of their log-probabilities.
 
-        The expected squared gradient of this sum is the Fisher information, which is the curvature of the divergence.
+        The expected squared gradient of this sum is the Fisher information, i.e. the curvature of the divergence.
         """
 
 
@@ -127,8 +127,8 @@ class Logits(OutputKind):
         """Returns the limit of T^2 KL(base || other) per image as the softmax temperature T goes to infinity.
 
         The limit is half the variance of the logit differences over the classes. All classes contribute to the limit.
-        For the same precision, its mean therefore needs fewer images than the mean of the KL divergence, which a few
-        images dominate.
+        Its mean over the images therefore reaches the same precision with fewer images than the mean KL divergence,
+        which a few images dominate.
         """
         # A variance ignores added constants, so logits and log-probabilities give the same result.
         return (self.class_logits(base).double() - self.class_logits(other).double()).var(-1, correction=0) / 2
@@ -214,7 +214,7 @@ class LabelProbabilities(Multilabel):
 
 
 class Regression(OutputKind):
-    """Regression outputs, compared by their squared error relative to the variance of the original's outputs.
+    """Regression outputs, compared by their squared error relative to the variance of the original model's outputs.
 
     Each output's squared error is divided by that output's variance over the images. The divergence is the mean over
     the outputs, so outputs with different units have equal weight. Averaged over all images, the divergence is the
@@ -252,13 +252,13 @@ class Regression(OutputKind):
 
 
 class Map(Regression):
-    """A map per image, e.g. for segmentation, or any other tensor.
+    """One map per image, e.g. for segmentation, or another tensor with several axes per image.
 
-    The divergence is an image's mean squared error, divided by the variance of the original's values over all images
-    and positions. It is 0 for equal maps, and about 1 if the smaller model returns the original's mean everywhere. If
-    no shift or scaling of the smaller model's maps would reduce the divergence, it equals one minus the squared
-    correlation of the two models' maps. If a model returns several tensors, the divergence is averaged over the
-    tensors.
+    The divergence is an image's mean squared error, divided by the variance of the original model's values over all
+    images and positions. It is 0 for equal maps, and about 1 if every value of the smaller model is the mean of the
+    original values. If no shift or scaling of the smaller model's maps would reduce the divergence, it equals one minus
+    the squared correlation of the two models' maps. If a model returns several tensors, the divergence is averaged over
+    the tensors.
     """
 
     name, noun = "map", "number of a map"
@@ -290,7 +290,7 @@ class Map(Regression):
 
 
 class Several(Map):
-    """Several tensors per image, compared by the divergence of `Map`, which is averaged over the tensors."""
+    """Several tensors per image, compared by the divergence of `Map`, averaged over the tensors."""
 
     name, noun, returns = "several", "number of the outputs", "several tensors per image"
     note = (
@@ -358,9 +358,9 @@ def recalled(
     The search is exact and uses the cosine similarity.
 
     Args:
-        base: The original model's embeddings of the queries and of the index.
-        other: The smaller model's embeddings of the same queries and the same index, in the same order.
-        ks: The numbers of neighbours.
+        base: The original model's embeddings of the query images, and of the images in the index.
+        other: The smaller model's embeddings of the same images, in the same order.
+        ks: The values of k.
         own: The row of each query in the index, if the index contains the queries. A query is then not counted as its
             own neighbour.
     """
@@ -494,7 +494,7 @@ _JUDGEMENT: ContextVar[Judgement | None] = ContextVar("judgement", default=None)
 def judging(
     divergence: Divergence | None, metric: Metric | None = None, metric_of_set: SetMetric | None = None
 ) -> Iterator[None]:
-    """Sets the user's functions that compare outputs inside the context.
+    """Sets the user's functions with which outputs are compared inside the context.
 
     If all three functions are None, the functions of an outer context remain in use.
     """
@@ -512,7 +512,7 @@ def judging(
 def judged(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function so that its `divergence`, `metric` and `metric_of_set` also apply to all inner calls.
 
-    The decorator sets these arguments with `judging`, so the function need not pass them on.
+    The decorator sets these arguments with `judging`, so the function does not have to pass them on.
     """
 
     @wraps(function)
@@ -524,12 +524,12 @@ def judged(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def current_judgement() -> Judgement:
-    """Returns the user's functions in the current call. Functions that the user did not pass are None."""
+    """Returns the functions that the user passed to the current call (None for functions that were not passed)."""
     return _JUDGEMENT.get() or Judgement()
 
 
 def name_of(function: Any) -> str:
-    """Returns the name of a user's function with spaces, e.g. "mean iou" for `mean_iou`."""
+    """Returns the name of a user's function, with spaces instead of underscores, e.g. "mean iou" for `mean_iou`."""
     return getattr(function, "__name__", type(function).__name__).replace("_", " ").strip()
 
 
@@ -583,7 +583,7 @@ def output_sizes(model: nn.Module) -> Mapping[str, int]:
 
 
 def output_kind_of(model: nn.Module) -> OutputKind:
-    """Returns how a model's outputs are compared.
+    """Returns the `OutputKind` that compares a model's outputs.
 
     The kind that the user stated (`load(..., outputs=...)`) has priority over the kind that the model's family reports.
     The outputs of models without a family are treated as logits. If the current call has a user's divergence (see

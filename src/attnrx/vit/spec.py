@@ -19,14 +19,14 @@ class FormTraits:
     Register the traits together with the class that computes the scores (`attention.forms.register_form`).
 
     Attributes:
-        has_strengths: Whether every direction (a rank-one term of the scores) has a learned strength in every head that
-            uses the direction.
+        has_strengths: Whether every direction (a rank-one term of the scores) has a learned factor, its strength, in
+            every head that uses the direction.
         shares_directions: Whether all heads share one set of directions.
         norms: The supported normalizations of query and key rows, starting with the default.
         rotates: Whether pairs of rows are rotated by angles that depend on the token's position.
         mixes_blocks: Whether shared directions form blocks, and a matrix mixes the score maps of the blocks.
-        has_distances: Whether queries are also multiplied by position vectors, one for every row and column distance
-            to the keys in a window.
+        has_distances: Whether queries are also multiplied by position vectors. There is one vector for every distance
+            in rows, and one for every distance in columns, to the keys in a window.
     """
 
     has_strengths: bool
@@ -53,7 +53,7 @@ INNER_NORMS = ("query_norm", "key_norm", "output_norm")
 
 @dataclass(frozen=True)
 class Compression:
-    """A way to delete what a prescription removes, selected by `realize(by=NAME)`.
+    """A way to delete the parts that a prescription removes, selected by its name with `realize(by=NAME)`.
 
     Some layers divide query and key rows by their norms over all directions. If `keeps_norms` is true, such a layer
     keeps all rows that these norms need, and the compressed model has the same outputs as the masked model. If
@@ -80,7 +80,7 @@ def compression_of(by: str) -> Compression | None:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The structure of an attention layer: its form, and the number of directions and value dimensions of every head.
+    """The structure of an attention layer: its form, and every head's number of directions and value dimension.
 
     Attributes:
         form: The name of the attention form, e.g. "dense".
@@ -92,7 +92,7 @@ class AttentionSpec:
         original_rank: The number of score directions per head in the original model. If heads share directions, this
             is the number for all heads together.
         norms: The normalization of query and key rows: "none", "kept" (by the norm over the kept directions) or
-            "original" (by the norm over all original directions, which the projections then still compute).
+            "original" (by the norm over all original directions, so the projections still compute all of them).
         value_ranks: The value dimension per stored head, or None if all are `head_dim`.
         biases: The names of the projections that have a bias.
         blocks: The number of neighbouring shared directions in every block, for forms that mix blocks. A block may be
@@ -103,7 +103,7 @@ class AttentionSpec:
         pair_bias: Whether a bias per pair of tokens is added to the scores.
         inner_norms: The library's norms that the layer applies to the queries and keys of every head, or to the
             concatenated outputs of the heads before the output projection.
-        window: The number of token rows and token columns in a window, for the axial form.
+        window: The number of token rows and the number of token columns in a window, for the axial form.
     """
 
     form: str
@@ -210,7 +210,7 @@ class AttentionSpec:
 
     @property
     def num_distances(self) -> int:
-        """The total number of row and column distances between tokens in a window, or 0 without a window."""
+        """The number of row distances plus the number of column distances in a window, or 0 without a window."""
         return 0 if self.window is None else 2 * sum(self.window) - 2
 
     @property
@@ -322,14 +322,14 @@ class Spectrum(Displayed):
     is a token with a 1 appended. Rules get the layer's other maps, e.g. from tokens to values, in the same format.
 
     Attributes:
-        query: The query rows, with the bias as last column. The `owners` axis has one entry per head, or one entry if
-            heads share directions. Rows are padded to the largest rank.
+        query: The query rows, with the bias as last column. The `owners` axis has one entry per head, or a single entry
+            if all heads share their directions. Heads with fewer rows than the largest rank are padded.
         key: The key rows, in the same format.
         strength: The strength of every direction in every head.
         used: False for padding, and True for all other directions.
         scale: The factor by which scores are multiplied.
-        norms: How scores are normalized: not at all ("none"), or by the norms of query and key over the kept directions
-            ("kept") or over all original directions ("original").
+        norms: How scores are normalized: not at all ("none"), by the norms of query and key over the kept directions
+            ("kept"), or by these norms over all original directions ("original").
         heads: The index of each head in the original model.
         map: The name of the map, e.g. "qk".
         shared: Whether all heads share their directions.

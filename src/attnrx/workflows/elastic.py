@@ -62,8 +62,8 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
 
     `load` returns the best size within a budget: `load(folder, macs=0.65)`, `load(folder, faster=1.4)` or, on the
     command line, `FOLDER@macs=0.65`. Every size is planned, fitted and verified separately, and saved with its evidence
-    in its own folder. The largest size is the original. All sizes are timed together. Their speeds are relative to the
-    original in its own library.
+    in its own subfolder. The largest size is the original. All sizes are timed together, and their speeds are relative
+    to the original in its own library.
 
     If a call is interrupted, repeat it. The repeated call continues with the first missing size. To add sizes to the
     folder, call `elastic` again with other budgets. If the original already reaches a requested speed in attnrx's
@@ -77,15 +77,15 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         macs: The shares of the MACs to keep, e.g. 0.8,0.6,0.4.
         params: The shares of the parameters to keep, e.g. 0.8,0.6.
         batch: Images per timed forward pass.
-        threads: CPU threads of a timed forward pass (torch's default).
+        threads: CPU threads during a timed forward pass (by default torch's number).
         effort: How much to measure: quick, normal or thorough. Normal and thorough also distill sizes (see `shrink`).
         portable: Makes every size a model of the library's own class. The library can load a size's folder without
             attnrx (see `shrink`).
-        multiple: The width of a portable size is a multiple of this number, by default 8, or 64 on a GPU.
+        multiple: The MLP width of a portable size is a multiple of this number, by default 8, or 64 on a GPU.
         inputs: A function that returns your own module's arguments for a batch. `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named arguments. By default, attnrx takes the images from every batch.
         weights: A local file of weights, for a model that you pass by name.
-        columns: The columns of images and labels, if the data are tables.
+        columns: The names of the columns with the images and the labels, if the data are tables.
         seed: The seed of every random draw.
         log: A function that receives a line for every step.
 
@@ -198,7 +198,7 @@ def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -
 
 
 def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple[Size, ...]:
-    """Returns the stored sizes with their costs. All sizes are timed alternately in one run."""
+    """Returns the stored sizes with their costs. One run times all sizes in turns."""
     models = {name: load(folder / name) for name in names}
     family = family_of(run.original)
     original, reference = family.costs(run.original), family.library_model(run.original)

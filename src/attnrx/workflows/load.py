@@ -100,7 +100,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         macs: The budget for an elastic model, as a share of the original's MACs.
         params: The budget for an elastic model, as a share of the original's parameters.
         faster: The budget for an elastic model, as a speed-up over the original.
-        reader: A `Reader` that names the parts of your own module by their paths.
+        reader: A `Reader` that names the parts of your own module by their attribute paths.
         factory: A function that creates your own module again, with any weights, or the function's name
             "module:function". It is called as `factory(**reader.arguments)` if there is a reader, otherwise without
             arguments. By default, the class of the module is called. To load a saved folder of your own module, pass
@@ -111,8 +111,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
             transformers model defines it in its configuration, as `problem_type`. By default, the outputs of a
             classifier are "classes".
         inputs: Example arguments of your own module, if it does not take a batch of images: a tensor, a tuple of
-            arguments or a mapping of named arguments. The arguments must hold two or more items, e.g. the first batch
-            of your data. attnrx then plans and verifies the module on such inputs (`shrink(..., inputs=...)`).
+            arguments or a mapping of named arguments. They must contain a batch of two or more items, e.g. the first
+            batch of your data. attnrx then plans and verifies the module on such inputs (`shrink(..., inputs=...)`).
         image_size: The side of the images that the model will take, or their (height, width). By default, the model's
             own size. For another size, position embeddings are interpolated by the library's own method (timm,
             transformers, torchvision). Costs, plans and files are then for this size.
@@ -169,7 +169,7 @@ def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tup
     """Returns an elastic model and the size that fits the budget, or None if the source is not an elastic model.
 
     Raises:
-        InvalidInput: The source is an elastic model without a budget, or another source with a budget.
+        InvalidInput: You passed an elastic model without a budget, or a budget with any other source.
         NotSupported: No size is small enough.
     """
     if isinstance(source, str | Path):
@@ -213,7 +213,7 @@ def preflight(
     formats: Iterable[Format] = (),
     report: bool = False,
 ) -> None:
-    """Checks at the start of a long call that everything it will need is available.
+    """Checks, at the start of a long call, that everything that the call will need is available.
 
     `data` is checked if it is a name or a path. `formats` are the formats of the files that the call will write. Set
     `report` if the call will write the HTML report.

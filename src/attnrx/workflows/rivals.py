@@ -66,7 +66,8 @@ class MeasuredFile:
         gain: The file's speed relative to attnrx's file of the unchanged model in the same run.
         divergence: The mean divergence of the file's outputs from the original's.
         unit: The unit of the divergence, e.g. "nats".
-        agreement: The share of decisions that equal the original's, in %. None for outputs without decisions.
+        agreement: The share of decisions (e.g. predicted classes) that equal the original's, in %. None for outputs
+            without decisions.
         bytes: The size of the file in bytes.
         timing: The timings from which both speeds are computed.
         file: The exported file. It is deleted from the disk once no object refers to it.
@@ -85,7 +86,7 @@ class MeasuredFile:
     file: Exported | None = None
 
     def dominates(self, other: "MeasuredFile") -> bool:
-        """Returns whether this file is faster than another one, and its outputs are no farther from the original's."""
+        """Returns whether this file is faster than another, with outputs that diverge no more from the original's."""
         return self.speed.value > other.speed.value and self.divergence.value <= other.divergence.value
 
     def finding(self, baseline: str) -> Finding:
@@ -130,7 +131,7 @@ class FileRun:
         return instead or self.files.get(RESULT, self.unchanged)
 
     def headline(self, file: MeasuredFile, least: float | None) -> tuple[Finding, ...]:
-        """Returns findings about a file's speed relative to the baseline, and about the two factors of this speed.
+        """Returns findings about a file's speed relative to the baseline, and about its factors (runtime, compression).
 
         If `least` is not None, the finding about the speed checks that it is at least this value.
         """
@@ -218,11 +219,11 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
     class_names: Sequence[str] = (),
     in_subprocess: bool = False,
 ) -> FileRun:
-    """Exports the original and the `result` to files, and measures these in the format's runtime.
+    """Exports the original and the `result` to files, and measures the files in the format's runtime.
 
     The vendor's tool writes the original in float, in the format `form`, and in 8 bits. attnrx writes the original in
     `form` and in 8 bits, and the `result`, if there is one, in `form`. All files are calibrated on the `calibration`
-    images, timed alternately on the random images `noise`, and compared on the `tested` images.
+    images, timed in turns on the random images `noise`, and compared by their outputs on the `tested` images.
 
     A file that cannot be written is left out, and the log says so. An error is raised instead if it is one of attnrx's
     files in `form`. If you pass a `baseline`, its files are reused, except for 8-bit files. If a model has no class

@@ -45,7 +45,7 @@ def save(
     Args:
         model: The model to save.
         folder: The folder, which is created if missing.
-        prescription: The prescription that the model was realized from.
+        prescription: The prescription (the pruning decisions) that the model was made with.
         evidence: The evidence that was measured on this model.
         portable: Writes a checkpoint that the model's own library can load without attnrx: timm
             (`timm.create_model("local-dir:FOLDER", pretrained=True)`), transformers (`from_pretrained`), torchvision or

@@ -159,17 +159,18 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     Pass one target: `faster`, `macs`, `params`, `size`, `max_kl`, `recall` or `max_drop`.
 
     attnrx reads your data once. It reads the images that the effort needs, and at most 10,000 to verify on. The effort
-    "quick" verifies on as many images as 6e12 multiply-accumulates allow, but on at least 256. Random transforms and
-    samplers are drawn once, from `seed`. If your data have splits, the plan uses training and validation images, and
-    the evidence uses test images. Other data are divided into three parts. No image is in two parts, and images with
-    the same pixels count as one image.
+    "quick" verifies on as many images as the model can process in 6e12 multiply-accumulates, but on at least 256.
+    Random transforms and samplers run once, seeded with `seed`. If your data have splits, the plan uses training and
+    validation images, and the evidence uses test images. Other data are divided into three parts. No image is in two
+    parts, and images with the same pixels count as one image.
 
-    If the unchanged model already reaches the requested speed in attnrx's kernels or in the format, you get it back.
+    If the unchanged model already reaches the requested speed in attnrx's kernels, or as a file in the format `to`, you
+    get the unchanged model back.
 
     With `to`, the vendor's own tool also writes your unchanged model as a float file and, with the tool's default
     settings, as an 8-bit file. One run times all files and compares their outputs. If attnrx's own file of the
-    unchanged model is faster than the plan's file and no farther from the original, nothing is removed. `Shrunk.form`
-    then names the format of this file.
+    unchanged model is faster than the plan's file, and its outputs diverge no more from the original's, nothing is
+    removed. `Shrunk.form` then names the format of this file.
 
     Args:
         model: A model, or anything that `load` accepts.
@@ -183,25 +184,26 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             Other outputs have their own divergence. With `to`, the limit applies to the file. attnrx removes MACs until
             this limit is reached.
         size: The size of the weights or, with `to`, of the file, in megabytes, e.g. 4.
-        recall: The share of the 10 nearest neighbours that new queries still find in an index of the original's
-            embeddings, e.g. 0.98 or 98%. attnrx removes MACs until this limit is reached. Implies `keep_index`.
-        keep_index: Keeps the embeddings usable as queries to a search index of the original's embeddings. The model is
-            then distilled by the cosine distance to these embeddings. With quick, it is distilled only if it has at
-            most 5e9 MACs per image.
+        recall: The share of the 10 nearest neighbours that the smaller model's queries still find in an index of the
+            original's embeddings, e.g. 0.98 or 98%. attnrx removes MACs until this limit is reached. Implies
+            `keep_index`.
+        keep_index: Keeps the smaller model's embeddings usable as queries to a search index of the original's
+            embeddings. The model is then distilled by the cosine distance to these embeddings. With quick, it is
+            distilled only if it has at most 5e9 MACs per image.
         batch: Images per timed forward pass.
-        threads: CPU threads of a timed forward pass (torch's default).
+        threads: CPU threads during a timed forward pass (by default torch's number).
         effort: How much to measure: quick (minutes), normal or thorough. Normal and thorough also distill the model
             from the original at the end. Normal does so only if the model has at most 5e9 MACs per image.
         to: The format of the file that the target applies to (see export), e.g. int8 or 'openvino(precision=bf16)'. For
             `faster`, blocks are timed in the runtime of the format. `Shrunk.save` writes the file.
-        portable: Returns a model of the library's own class, with smaller sizes. `Shrunk.save` then writes a checkpoint
-            that the library loads without attnrx (see `save`). attnrx prunes all MLPs to one width. It also prunes
-            heads if the class has an argument for their number. `faster` then applies to the library's own code.
-        multiple: The width of a portable model is a multiple of this number, by default 8, or 64 on a GPU.
+        portable: Returns a model of the library's own class, with smaller layers. `Shrunk.save` then writes a
+            checkpoint that the library loads without attnrx (see `save`). attnrx prunes all MLPs to one width. It also
+            prunes heads if the class has an argument for their number. `faster` then applies to the library's own code.
+        multiple: The MLP width of a portable model is a multiple of this number, by default 8, or 64 on a GPU.
         inputs: A function that returns your own module's arguments for a batch. `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named arguments. By default, attnrx takes the images from every batch.
         weights: A local file of weights, for a model that you pass by name.
-        columns: The columns of images and labels, if the data are tables.
+        columns: The names of the columns with the images and the labels, if the data are tables.
         folder: The folder that `Shrunk.save` will write to. If files that attnrx did not write are in the way, an error
             is raised before the work starts. Only one call at a time can use a folder.
         seed: The seed of every random draw.
@@ -209,14 +211,16 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         divergence: Your own divergence, `divergence(original, smaller)`. It returns one number per image, 0 for equal
             outputs. The plan and the evidence use it, and so do the fits if it has gradients.
         metric: Your own metric for the evidence, `metric(outputs, (images, labels))` (see `verify`).
-        metric_of_set: Your own metric of a whole set for the evidence, `metric_of_set(outputs, labels)` (see `verify`).
+        metric_of_set: Your own metric over all images for the evidence, `metric_of_set(outputs, labels)` (see
+            `verify`).
 
     Returns:
         The smaller model with its prescription, plan and evidence.
 
     Raises:
-        InvalidInput: You did not pass exactly one target, labels do not fit, or results in the `folder` would overwrite
-            files that attnrx did not write.
+        InvalidInput: You did not pass exactly one target, or results in the `folder` would overwrite files that attnrx
+            did not write.
+        DataError: There are too few images, or `max_drop` was passed without labels that fit the model.
         CheckpointError: Another process or thread uses the folder.
         NotSupported: No plan reaches the target, or the class of a portable model has no argument for the MLPs' width.
 
@@ -280,7 +284,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
 
 
 def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
-    """Returns the setting `multiple` for the width of a portable model, or no setting if `multiple` is None.
+    """Returns the setting `multiple` for the widths of a portable model, or an empty dict if `multiple` is None.
 
     Raises:
         InvalidInput: You passed a `multiple`, but the model is not portable.
@@ -313,7 +317,7 @@ def phase_shares(
 
 @dataclass(frozen=True, eq=False)
 class ShrinkRun:
-    """The state that all targets of one call share: the original, its diagnosis, and the images by their use."""
+    """The state that all targets of one call share: the original, its diagnosis, and the images for each use."""
 
     original: nn.Module
     diagnosis: Diagnosis
@@ -344,7 +348,7 @@ class ShrinkRun:
 
         Raises:
             NotSupported: The target's speed would be out of reach even if all blocks were removed.
-            InvalidInput: There are too few images to measure how well the index is searched.
+            InvalidInput: There are too few images to verify the search in an index of embeddings.
         """
         log, seed = settings.log, settings.seed
         begin("reading the images")
@@ -429,7 +433,7 @@ class ShrinkRun:
             return self._verified(made.model, target, made.plan, made.prescription, last, files)
 
     def _within(self, target: Target) -> "_Made":
-        """Returns the plan and the model with the fewest MACs whose loss on other images meets the target.
+        """Returns the plan and the model with the fewest MACs whose loss on held-out images meets the target.
 
         If the call has a format (`to`), the loss is measured on the file.
 
@@ -494,9 +498,9 @@ class ShrinkRun:
         return self._answers_of(model).divergence("original", "result").double().mean().item()
 
     def _share_lost_by(self, model: nn.Module) -> float:
-        """Returns the share of nearest neighbours in an old index that a model, or its file, no longer finds.
+        """Returns the share of nearest neighbours in the original's index that a model, or its file, no longer finds.
 
-        The queries are the images held out for predictions. The returned share includes one standard error.
+        The queries are the images held out for predictions. One standard error is added to the returned share.
         """
         answers = self._answers_of(model)
         old, new = answers.outputs["original"], answers.outputs["result"]
@@ -507,7 +511,7 @@ class ShrinkRun:
 
     @cached_property
     def _stored(self) -> Tensor:
-        """The original's embeddings [images, features] of the images for fitting and for verification.
+        """The original's embeddings [images, features] of the images that are used for fitting and for verification.
 
         Plans are tested in an index of these embeddings. It is at least as large as the index that the verification
         uses. The queries are the images held out for predictions.
@@ -581,10 +585,10 @@ class ShrinkRun:
     def _instead(self, files: FileRun, target: Target) -> MeasuredFile | None:
         """Returns a file of the unchanged model if it should replace the plan's file, else None.
 
-        For a latency target, a file by attnrx replaces the plan's file if it meets the target, is faster, and is no
-        farther from the original. The fastest of these files is returned. For a parameter target, no file replaces the
-        plan's file, because such a plan need not be faster. For other targets, the unchanged model's file in the same
-        format is returned if it is faster than the plan's file.
+        For a latency target, a file that attnrx wrote replaces the plan's file if it meets the target, is faster, and
+        diverges no more from the original. The fastest of these files is returned. For a parameter target, no file
+        replaces the plan's file, because such a plan need not make the model faster. For other targets, the unchanged
+        model's file in the same format is returned if it is faster than the plan's file.
         """
         log, result = self.settings.log, files.result
         for file in files.better():

@@ -85,7 +85,7 @@ class Shrunk:
         timed_in_kernels: Whether latency was measured in attnrx's kernels. If latency was also the target, the model is
             accelerated.
         form: The format of the file to write, as text, or None without `to`. It equals `to`, unless a file of the
-            unchanged model replaces the plan's file. It is then the format of this other file.
+            unchanged model replaces the plan's file. In this case, it is the format of the unchanged model's file.
         file: The temporary file in the format `form` on which the evidence was measured. `save` copies this file.
     """
 
@@ -114,7 +114,7 @@ class Shrunk:
     def in_library_form(self) -> "Shrunk":
         """Returns the result with its model in the library's own class.
 
-        If the target limits the latency, measured in attnrx's kernels, the model is also accelerated.
+        If the target is a latency that was measured in attnrx's kernels, the model is also accelerated.
         """
         model = library_form(self.model)
         in_kernels = self.target.minimized == "latency" and self.timed_in_kernels
@@ -168,14 +168,14 @@ class Shrunk:
                 not support the newest.
             original: The model that you passed to `shrink`. If you pass it, model.onnx is timed against the original's
                 own ONNX file, for `reports.files_table`. You must pass it if `to` is not the format of this result.
-            batch: Images per timed batch, for the evidence of `to`.
-            threads: CPU threads of the timings (torch's default).
+            batch: Images per batch when the file for `to` is timed.
+            threads: CPU threads during the timing (by default torch's number).
 
         Returns:
             The folder.
 
         Raises:
-            InvalidInput: A file that attnrx did not write would be overwritten. Nothing is changed.
+            InvalidInput: A file that attnrx did not write would be overwritten. In this case, nothing is changed.
             AttnrxError: The model cannot be exported. Everything else is saved.
         """
         folder = Path(folder)
@@ -268,7 +268,8 @@ def samples_of(
 ) -> tuple[tuple[ImageBatch, tuple[str, ...]] | None, MapSamples | None]:
     """Returns a few images with their classes for the report, and both models' output maps of the first images.
 
-    If the inputs are not pictures, both results are None. If the models do not return maps, the maps are None.
+    If the models' inputs are not pictures, both results are None. If the models do not return maps, only the maps are
+    None.
     """
     if not getattr(family_of(original).inputs(original), "is_plain", True):
         return None, None
@@ -292,7 +293,7 @@ def checks_of(target: Target, model: nn.Module, images: ImageSet) -> tuple[Check
 
 
 def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:
-    """Prepends an accuracy check to the checks if the images have labels and the outputs imply decisions."""
+    """Puts an accuracy check before the checks if the images have labels and the model makes decisions (classes)."""
     has_accuracy = images.has_labels and output_kind_of(model).has_decisions
     return (Accuracy(None), *checks) if has_accuracy else checks  # reported, without a limit
 

@@ -49,8 +49,8 @@ def stored_prescription(
     """Returns a candidate's prescription, and notes about it.
 
     The prescription is read from the candidate's folder. If the folder has none, the result is `given`. If a model was
-    realized twice, its folder has the prescription of the second step. This prescription was made for the result of the
-    first step. A comparison with the original therefore ignores it and adds a note.
+    pruned in two steps, its folder has the prescription of the second step, which was made for the result of the first
+    step. A comparison with the original therefore ignores this prescription and adds a note.
 
     Raises:
         InvalidInput: The given prescription differs from the candidate's own.
@@ -136,11 +136,11 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         batch_size: Images per forward pass.
         device: The device of the models. By default, the reference's device.
         divergence: Your own divergence, `divergence(original, smaller)`. It returns one number per image, 0 for equal
-            outputs. Both arguments are outputs for some images, as the models return them.
+            outputs. Both arguments are the outputs for a batch of images, as the models return them.
         metric: Your own metric, `metric(outputs, (images, labels))`. It returns one number per image, e.g. the
             intersection over union with a mask. For models without classes, labels may be tensors of any shape.
-        metric_of_set: Your own metric of a whole set, `metric_of_set(outputs, labels)`. It returns one number for all
-            images, e.g. a mean average precision. Its confidence interval comes from 200 resamples of the images.
+        metric_of_set: Your own metric over all images, `metric_of_set(outputs, labels)`. It returns one number, e.g. a
+            mean average precision. Its confidence interval comes from 200 resamples of the images.
 
     Returns:
         The findings, with the conditions of their measurement.

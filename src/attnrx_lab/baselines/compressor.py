@@ -38,7 +38,7 @@ def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> flo
 
 
 class ModelCompressor(ABC):
-    """Compresses one model to any share in (0, 1]. A larger share never costs less."""
+    """Compresses one model to any share in (0, 1] of its units or MACs. A larger share never costs less."""
 
     @property
     def least(self) -> float:
@@ -64,7 +64,8 @@ class PrescribedBaseline(ModelCompressor):
     `diagnosis` contains the moments of the hidden units (`Moments`), measured on the `calibration` images.
 
     Raises:
-        NotSupported: A layer has rotations, biases or norms in its scores, or hidden units that cannot be removed.
+        NotSupported: A layer has rotations, biases or norms in its attention scores, or hidden units that cannot be
+            removed.
     """
 
     name: str
@@ -80,7 +81,7 @@ class PrescribedBaseline(ModelCompressor):
 
     @abstractmethod
     def layers(self, share: float, fitted: bool = True) -> Sequence[LayerPrescription]:
-        """Returns every layer's pruning decisions. With `fitted=False`, no weights are compensated.
+        """Returns every layer's pruning decisions. With `fitted=False`, no remaining weights are adjusted.
 
         The shapes are the same in both cases.
         """
@@ -101,8 +102,8 @@ class PrescribedBaseline(ModelCompressor):
 class SearchedBaseline(ModelCompressor):
     """A baseline that learns a smaller model for a share of the MACs. Every learned model is cached.
 
-    In this class, `share` is a share of the whole model's MACs. The share for a number of MACs is therefore known
-    without learning a model.
+    In this class, `share` is a share of the whole model's MACs. The share for a given number of MACs can therefore be
+    computed without learning a model.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):

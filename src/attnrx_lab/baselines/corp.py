@@ -1,4 +1,4 @@
-"""CORP as a baseline, which removes hidden units and query-key dimensions in one shot, with ridge compensation."""
+"""CORP as a baseline, which removes hidden units and query-key dimensions, and compensates by ridge regression."""
 
 from functools import cached_property
 from math import floor
@@ -26,9 +26,9 @@ class CorpBaseline(PrescribedBaseline):
 
     Every MLP keeps the same share of its hidden units, and every head keeps the same share of its query-key dimensions.
     CORP predicts the removed activations x_P by an affine function of the kept ones, x_P ~ A x_S + c. It predicts the
-    removed logits by a bilinear function of the kept dimensions, Q_P K_P^T ~ Q_S M K_S^T. Ridge regression on the
-    calibration images finds A, c and M. CORP folds A and c into the MLP's second linear layer, whose weight becomes
-    W_S + W_P A. It folds M into the queries, which become Q_S (I + M).
+    removed part of the attention logits by a bilinear function of the kept dimensions, Q_P K_P^T ~ Q_S M K_S^T. Ridge
+    regression on the calibration images finds A, c and M. CORP folds A and c into the MLP's second linear layer, whose
+    weight becomes W_S + W_P A. It folds M into the queries, which become Q_S (I + M).
 
     The objectives and the folding follow the paper's abstract. The following choices are ours:
 
@@ -36,7 +36,7 @@ class CorpBaseline(PrescribedBaseline):
       over images of |q_j|^2 |k_j|^2)
     - the penalty (PENALTY)
     - one share for both kinds of units in all layers
-    - how many images the logits are fitted to (LOGIT_IMAGES)
+    - the number of images on which M is fitted (LOGIT_IMAGES)
     """
 
     name = "corp"
@@ -92,7 +92,7 @@ class CorpBaseline(PrescribedBaseline):
 
     @cached_property
     def _grams(self) -> list[tuple[Float[Tensor, "images heads d d"], Float[Tensor, "images heads d d"]]]:
-        """Returns, for every layer, each image's Gram matrices of queries and keys, averaged over tokens."""
+        """Returns the Gram matrices of queries and keys for every layer and image, averaged over tokens."""
         # Every image has separate matrices, because the normal equations sum their products over the images.
         sums: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.attention]
 

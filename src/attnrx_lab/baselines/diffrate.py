@@ -124,7 +124,7 @@ class DiffRateBaseline(SearchedBaseline):
     def _within(self, shares: list[float], share: float) -> TokenPolicy:
         """Returns a policy with at most `share` of the model's MACs.
 
-        Its stages keep the `shares`, all raised to the smallest power that meets this limit.
+        Its stages keep the given `shares` after all of them are raised to the smallest power that meets this limit.
         """
         most = share * self._macs
 
@@ -139,7 +139,7 @@ class DiffRateBaseline(SearchedBaseline):
         return at(part)
 
     def uniform_ratio(self, share: float) -> float | None:
-        """Returns the largest keep ratio of a uniform schedule within this share of the MACs, or None if none fits."""
+        """Returns the largest keep ratio per stage that needs at most this share of the MACs, or None if none does."""
         most = share * self._macs
 
         def policy(ratio: float) -> TokenPolicy:
@@ -151,7 +151,7 @@ class DiffRateBaseline(SearchedBaseline):
         """Learns and returns the share of the image's patches that remains after every stage.
 
         Raises:
-            NotSupported: No schedule has these MACs.
+            NotSupported: No schedule has so few MACs.
         """
         model, uniform = copy.deepcopy(self.model).eval().requires_grad_(False), self.uniform_ratio(share)
         if uniform is None:

@@ -33,9 +33,10 @@ class LowRank:
     """The map x -> second @ (first @ x) + bias that replaces x -> weight @ x + bias, in float64.
 
     Directions are the rank-one terms of the weight. They are sorted by descending `strength`, which is their
-    contribution in the method's metric, so truncation to a lower rank keeps the first directions. `strength` always
-    lists all min(outputs, inputs) values, even after truncation. The squared error in the metric is therefore the sum
-    of the squared strengths beyond the rank. Directions without energy have strength 0. The bias is unchanged.
+    contribution to the weight in the method's metric. Truncation to a lower rank therefore keeps the first directions.
+    `strength` always lists all min(outputs, inputs) values, even after truncation. The squared error of a truncation,
+    in the metric, is therefore the sum of the squared strengths beyond the rank. Directions without energy have
+    strength 0. The bias is unchanged.
     """
 
     first: Float[Tensor, "rank inputs"]
@@ -58,7 +59,7 @@ class LowRank:
         return self.second @ self.first
 
     def truncated(self, rank: int) -> "LowRank":
-        """Returns the map with the first `rank` directions."""
+        """Returns the map that keeps only the first `rank` directions."""
         return LowRank(self.first[:rank], self.second[:, :rank], self.strength, self.bias)
 
 
@@ -98,12 +99,12 @@ def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *
 
 
 def svd_llm(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs inputs"]) -> LowRank:
-    """Factors W with its inputs whitened, i.e. by the SVD of W S, where S is the Cholesky factor of M (S S^T = M).
+    """Factors W by the SVD of W S, where S S^T = M is the Cholesky factorization of the inputs' moment M = E[x x^T].
 
     This function implements SVD-LLM (Wang et al., 2024, arXiv 2403.07378). The method multiplies the right factor of
-    the SVD by S^-1. For a positive definite M, the result equals the optimum of `activation_aware`. If M is singular, a
-    ridge of 1e-12 times the trace is added, which `activation_aware` does not need. Raises InvalidInput for a moment
-    that is zero, not finite or not symmetric.
+    the SVD by S^-1. For a positive definite M, the result equals the optimum that attnrx's `activation_aware` finds. If
+    M is singular, a ridge of 1e-12 times its trace is added to it. `activation_aware` needs no such ridge. Raises
+    InvalidInput for a moment that is zero, not finite or not symmetric.
     """
     weight = weight.detach().double()
     moment = checked_gram(moment)
@@ -228,7 +229,7 @@ def with_factors(model: nn.Module, factors: Mapping[MapAddress, LowRank]) -> nn.
 
 
 def factored_model_costs(model: nn.Module, ranks: Ranks) -> ModelCosts:
-    """Returns the costs of the model with these maps factored. The attention products cost the same as before."""
+    """Returns the model's costs after factoring maps to these ranks. The attention products cost the same as before."""
     costs = family_of(model).costs(model)
     layers = list(costs.layers)
     for (index, name), rank in ranks.items():

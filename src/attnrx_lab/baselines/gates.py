@@ -37,11 +37,11 @@ UnitScores = Mapping[tuple[int, str], Float[Tensor, "units"]]
 
 
 class UnitGates(nn.Module):
-    """Learned scores of all units, and a learned threshold per layer and kind (WDPruning: Yu et al., AAAI 2022).
+    """Learned unit scores, and a learned threshold per layer and kind of unit (WDPruning: Yu et al., AAAI 2022).
 
-    A unit's gate is 1 if its score is above the threshold of its layer and kind, otherwise 0. In the backward pass, a
-    sigmoid replaces this step function. Two choices are ours. First, the units are the same as in attnrx prescriptions.
-    Second, each score starts at the unit's rank when the units are sorted by the norms of their weights.
+    A unit's gate is 1 if its score is above the threshold for its layer and its kind, otherwise 0. In the backward
+    pass, a sigmoid replaces this step function. Two choices are ours. First, the units are the same as in attnrx
+    prescriptions. Second, each score starts at the unit's rank when the units are sorted by the norms of their weights.
     """
 
     def __init__(self, model: nn.Module):
@@ -64,7 +64,7 @@ class UnitGates(nn.Module):
 
 
 class GatedModel(nn.Module):
-    """Wraps a model and gates its queries, head outputs and hidden units by multiplying the weights by the gates.
+    """Wraps a model and gates its queries, head outputs and hidden units by multiplying their weights by the gates.
 
     Raises:
         NotSupported: A layer has scores that are not plain dot products, heads of different sizes, or an MLP that is
@@ -118,7 +118,7 @@ class GatedModel(nn.Module):
 
 
 def unit_norms(model: nn.Module) -> dict[tuple[int, str], Float[Tensor, "units"]]:
-    """Returns, by layer and kind, the norm of each unit's incoming weights times the norm of its outgoing weights."""
+    """Returns the norm of each unit's incoming weights times the norm of its outgoing weights, by layer and kind."""
     norms = {}
     pairs = {"qk": ("query", "key"), "vo": ("value", "output"), "hidden": ("fc1", "fc2")}
     for layer in range(len(family_of(model).attention(model))):
@@ -129,7 +129,7 @@ def unit_norms(model: nn.Module) -> dict[tuple[int, str], Float[Tensor, "units"]
 
 
 def unit_macs(model: nn.Module) -> dict[tuple[int, str], int]:
-    """Returns the MACs that one unit costs per image, by layer and kind."""
+    """Returns the MACs that one unit costs per image, for every layer and kind of unit."""
     family = family_of(model)
     costs, unit_costs = family.costs(model), {}
     for layer, attention in enumerate(family.attention(model)):
@@ -157,7 +157,7 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
     compensated.
 
     Raises:
-        NotSupported: The units that no threshold removes already cost more.
+        NotSupported: The units that always remain already cost more than this share.
     """
     scores = torch.cat([score.double().cpu() for score in importance.values()]).sort().values
     values = [*scores.tolist(), math.inf]  # infinity leaves only the units that no threshold removes
@@ -174,7 +174,7 @@ def prescribe_gates(model: nn.Module, importance: UnitScores, macs: float) -> Pr
 
 
 def least_gated_share(model: nn.Module) -> float:
-    """Returns the smallest share of the MACs that gates can reach. Some units remain at any threshold."""
+    """Returns the smallest share of the MACs that gates can reach. Some units remain, however high the threshold."""
     prescription = _prescription(model, unit_norms(model), math.inf)
     return prescribed_costs(model, prescription).macs / family_of(model).costs(model).macs
 

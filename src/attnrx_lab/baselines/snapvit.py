@@ -75,7 +75,7 @@ class SnapVitBaseline(PrescribedBaseline):
         return layers
 
     def removed(self, share: float) -> list[Structure]:
-        """Returns the least important structures, which hold at most `1 - share` of the prunable parameters."""
+        """Returns the least important structures, with at most `1 - share` of the prunable parameters in total."""
         allowed = (1 - share) * sum(each.params for each in self._ranking)
         structures, params = [], 0
         last = {(each.layer, each.is_head): each for each in self._ranking}  # each layer's most important, by kind

@@ -60,7 +60,7 @@ class SharedKeys(HeadLinear):
 
 
 def _padded(features: Tensor, own: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
-    """Pads each head's features with zeros to the size in `rows`. All heads must have equal sizes before and after."""
+    """Pads each head's features with zeros to its size in `rows`. All heads must have the same size."""
     if rows == own:
         return features
     return F.pad(features.unflatten(-1, (len(own), own[0])), (0, rows[0] - own[0])).flatten(-2)
@@ -70,10 +70,10 @@ class TuckerBaseline(ModelCompressor):
     """Decomposes the query-key tensor of every layer, [features, features, heads], into Tucker terms.
 
     The kind `tucker` uses one term (IrrAtt, Appendix A.2). `tucker_terms` uses one term per head, which is the general
-    block-term decomposition. The first factors of all terms together have about as many columns as there are directions
-    that the rule `shared_rank` would keep. The second factors have the same number of columns. The third mode, which
-    indexes the heads, is not compressed. The tensor includes the query bias. It omits the key bias, because the key
-    bias cancels in the softmax. The value projections and the MLP do not change.
+    block-term decomposition. Together, the first factors of all terms have about as many columns as the number of
+    directions that the rule `shared_rank` would keep. The second factors have the same number of columns. The third
+    mode, which indexes the heads, is not compressed. The tensor includes the query bias. It omits the key bias, because
+    the key bias cancels in the softmax. The value projections and the MLP do not change.
 
     Raises:
         NotSupported: The attention scores of a layer use rotations, biases per pair of tokens, or norms.

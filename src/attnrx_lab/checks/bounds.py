@@ -1,8 +1,8 @@
 """The check `Bounds`, which tests the SVDA paper's theorems on the activations of the reference model.
 
 All theorems and equations below are from the SVDA paper. Each theorem has a function that divides a measured quantity
-by its bound. A ratio above 1 violates the theorem. The functions take the query and key rows that enter one layer's
-scores, with one row per token, in float64.
+by its bound. A ratio above 1 violates the theorem. The functions get the query and key rows of one layer (one row per
+token), or quantities computed from these rows, in float64.
 """
 
 from collections.abc import Sequence
@@ -41,16 +41,16 @@ BATCH = 16  # images per batch, because the scores of all heads are stored in fl
 class Bounds(Check):
     """Tests SVDA's Theorem 1 and Propositions 1 to 5 on the activations of the reference model, layer by layer.
 
-    Each theorem applies to one layer with a fixed input. In a pruned model, however, the inputs change from the second
-    layer on. So the check evaluates every layer on the reference model's activations, and changes only the strengths of
-    this layer. A finding reports the largest ratio of the measured quantity to its bound, over all images, layers and
-    heads. The ratio is at most 1 if the theorem holds, and close to 1 if the bound is tight.
+    Each theorem applies to one layer with a fixed input. In a pruned model, however, the inputs of all layers after the
+    first one change. So the check evaluates every layer on the reference model's activations, and changes only the
+    strengths of this layer. A finding reports the largest ratio of the measured quantity to its bound, over all images,
+    layers and heads. The ratio is at most 1 if the theorem holds, and close to 1 if the bound is tight.
 
     The check reads the pruned directions from the comparison's prescription. Without a prescription, and in layers
     without strengths, it skips Theorem 1 and Propositions 1 and 3. It also skips heads that pruning did not change. The
-    check tests Eq. 13 only on heads that lost just their weakest directions. The threshold is the smallest kept
-    strength. Proposition 2 (Eq. 25) depends only on the strengths, so it needs no images. Proposition 3 needs a matrix
-    decomposition, so it uses only one of every BATCH images. Proposition 4 adds Gaussian noise with the standard
+    check tests Eq. 13 only on heads that lost just their weakest directions. The threshold in Eq. 13 is the smallest
+    kept strength. Proposition 2 (Eq. 25) depends only on the strengths, so it needs no images. Proposition 3 needs a
+    matrix decomposition, so it uses only one of every BATCH images. Proposition 4 adds Gaussian noise with the standard
     deviation NOISE to the images. Proposition 5 is tested on heads with exactly equal weights. Training does not
     produce such heads, so the check usually skips this proposition.
     """
@@ -107,7 +107,7 @@ def _finding(name: str, claim: str, worst: float, n: int, seed: int | None = Non
 
 @dataclass(frozen=True)
 class SpectralChange:
-    """The change of one layer's strengths by pruning.
+    """The changes that pruning made to the strengths of one layer.
 
     `lost` is the decrease of every strength. `counted` selects the heads that remain and have changed strengths.
     Removed heads are not counted, because the theorems do not cover them. `threshold` (tau of SVDA, Eq. 8) is the
@@ -186,7 +186,7 @@ def equal_heads(layer: Attention) -> list[tuple[int, int]]:
 def _ratios(
     observation: Observation, change: SpectralChange | None, pairs: Sequence[tuple[int, int]]
 ) -> dict[str, Float[Tensor, "batch counted"]]:
-    """Returns one layer's ratios by claim. The second half of the batch is a perturbed copy of the first half.
+    """Returns one layer's ratios for every claim. The batch contains clean images, then their perturbed copies.
 
     `pairs` are the layer's equal heads.
     """
@@ -241,8 +241,8 @@ def theorem_1(
 ) -> Float[Tensor, "batch heads"]:
     """Returns the largest score change of every head, divided by its bound `most` (SVDA, Theorem 1).
 
-    In Eq. 12, `most` is the scale times the largest strength change. In Eq. 13, it is the scale times an upper bound of
-    the pruned strengths. The query and key rows must have unit length.
+    In Eq. 12, `most` is the scale of the scores times the largest change of a strength. In Eq. 13, it is this scale
+    times an upper bound of the pruned strengths. The query and key rows must have unit length.
     """
     # [batch, heads]: the largest change of a head's scores. All scores of a head have the same bound.
     return bound_ratio(change.abs().amax((-2, -1)), most)

@@ -53,7 +53,7 @@ class Controls(Check):
     def _matched(
         self, comparison: Comparison
     ) -> tuple[Mapping[str, tuple[Prescription, ...]], Callable[[Prescription], nn.Module]]:
-        """Returns controls with the candidate's ranks, and a function that realizes them like the candidate."""
+        """Returns controls with the candidate's ranks, and a function that builds their models like the candidate."""
         if self.prescriptions is not None and self.realize is not None:
             return self.prescriptions, self.realize
         prescription, diagnosis, splits = comparison.prescription, comparison.diagnosis, comparison.splits
@@ -111,9 +111,9 @@ class Controls(Check):
 
 
 def tallied(predictions: Predictions, role: str, base: Predictions) -> Float[Tensor, "images 3"]:
-    """Returns for each image the two sums of SVDA's Eq. 46, and whether the prediction is correct (1 or 0).
+    """Returns, for each image, the two sums of squares in SVDA's Eq. 46, and 1 if the prediction is correct, else 0.
 
-    The sums compare the outputs with the reference model's outputs in `base`.
+    They are the squared distance from the reference model's outputs in `base`, and the squared norm of these outputs.
     """
     squares = squared_distances(base.outputs["reference"], predictions.outputs[role])
     return torch.cat([squares, predictions.correct(role).double()[:, None]], dim=1)
@@ -127,7 +127,7 @@ def resample_draws(controls: Float[Tensor, "samples draws 3"], seed: int) -> Flo
 
 
 def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
-    """Compares the candidate's value, the first in `values`, with the values of its control's draws.
+    """Compares the candidate's value, the first in `values`, with the values of all draws of a control.
 
     The p-value `p` is the share of all values, including the candidate's, that are at least as good as the candidate's.
     """
@@ -143,7 +143,7 @@ def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
 
 
 def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
-    """Returns the recorded fits, in the order in which they ran.
+    """Returns the fits (repair, distillation) in a prescription's record, in the order in which they ran.
 
     Raises:
         InvalidInput: A setting is unknown or not valid.

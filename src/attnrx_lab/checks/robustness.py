@@ -32,7 +32,7 @@ Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # a name in words, and the 
 
 @dataclass(frozen=True)
 class Robustness(Check):
-    """Measures the paired change of accuracy on corrupted images, for every corruption and severity, and on average.
+    """Measures the paired change of accuracy on corrupted images, per corruption and severity, and on average.
 
     `corruptions` are names from CORRUPTIONS or groups: "common" (the fifteen main corruptions of ImageNet-C), "extra"
     (its other four) or "all". Each finding also contains the accuracies of both models. A finding for one corruption at
@@ -84,7 +84,7 @@ class Robustness(Check):
         )
 
     def _parts(self) -> list[Part]:
-        """Returns the groups to average over: all corruptions, the common ones, and each severity, without repeats."""
+        """Returns the groups of corruptions and severities over which the check averages, without repeats."""
         groups = {"all corruptions": self.corruptions}
         common = CORRUPTION_GROUPS["common"]
         if set(common) < set(self.corruptions):

@@ -27,11 +27,11 @@ Features = tuple[Float[Tensor, "images features"], Int[Tensor, "images"]]  # the
 class Transfer(Check):
     """Measures the paired change of accuracy on another dataset, with a new head per model (SPOT, Section 6.2.2).
 
-    Only the new head is trained. The features, which are the inputs of the model's own head in float32, are therefore
-    computed only once per image. The check trains a linear head on the `training` images without augmentation, and
-    tests it on the comparison's images. The heads of both models are trained with AdamW and a cosine schedule to zero,
-    on the same images in the same order. If both models have the same number of features, both heads start from the
-    same weights. The learning rate and the number of epochs default to the paper's values.
+    Only the new head is trained. The features are the inputs of the model's own head, in float32. They are computed
+    only once per image. The check trains a linear head on the `training` images without augmentation, and tests it on
+    the comparison's images. The heads of both models are trained with AdamW and a learning rate that decays to zero on
+    a cosine schedule, on the same images in the same order. If both models have the same number of features, both heads
+    start from the same weights. The learning rate and the number of epochs default to the paper's values.
 
     `training` and `classes` (the number of classes) default to the training images and classes of the comparison's
     `splits`. `per_class` is the number of training images per class, or None for all images. The check trains one head

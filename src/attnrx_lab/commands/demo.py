@@ -20,7 +20,7 @@ def _options(parser: Parser) -> None:
     _options,
 )
 def demo(arguments: Namespace, log: Log) -> Outcome:
-    """Runs every step. The exit code is 1 if a claim fails."""
+    """Runs all steps of the demo. The exit code is 1 if a claim in the evidence fails."""
     # These imports load torch, which `--help` does not need.
     from attnrx.show.reports import files_table
     from attnrx_lab import demo as demonstration

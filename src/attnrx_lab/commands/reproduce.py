@@ -1,4 +1,4 @@
-"""attnrx reproduce: reproduces tables of papers, which are selected by recipe name."""
+"""attnrx reproduce: reproduces tables of papers. You select tables by the names of their recipes."""
 
 from argparse import Namespace
 from collections.abc import Mapping

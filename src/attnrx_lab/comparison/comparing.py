@@ -44,8 +44,8 @@ NEARLY_EQUAL = 0.02
 class ImageResults:
     """One method's results for every image: the KL divergence in nats, and whether the predicted class is correct.
 
-    `budget` contains the requested share and the target share of the MACs, at most one of which is set. Both are None
-    if the method has no adjustable share. `macs` is the model's number of multiply-accumulates.
+    `budget` contains the requested share and the target share of the MACs, and at most one of them is set. Both are
+    None if the method has no adjustable share. `macs` is the model's number of multiply-accumulates.
     """
 
     method: str
@@ -59,7 +59,7 @@ class ImageResults:
         return self.budget == (None, None)
 
     def is_comparable(self, other: "ImageResults") -> bool:
-        """Whether both have the same budget. For a method with a fixed cost, the MACs decide instead."""
+        """Whether both have the same budget or, if only one method has a fixed cost, nearly equal MACs."""
         if self.is_fixed != other.is_fixed:
             return abs(self.macs / other.macs - 1) <= NEARLY_EQUAL
         return self.budget == other.budget
@@ -75,10 +75,10 @@ def compare_methods(
 ) -> MethodComparison:
     """Compresses the model with every method at every share, and measures the results.
 
-    Only a method's own repair and distillation train weights. `shares` replace {share} in the rules. `macs` are target
-    shares of the model's MACs. For each target, every method is also measured at the largest {share} that costs no more
-    (`ModelCompressor.share_within`). If a method cannot reach a target, the comparison lists it under `unreached`. If
-    nothing is pruned at a share, the original model is measured.
+    The comparison itself trains no weights, but a method may repair or distill its models. `shares` replace {share} in
+    the rules. `macs` are target shares of the model's MACs. For each target, every method is also measured at the
+    largest {share} whose model has no more MACs (`ModelCompressor.share_within`). If a method cannot reach a target,
+    the comparison lists it under `unreached`. If nothing is pruned at a share, the original model is measured.
 
     All methods and the original are measured on the same images. Changes are paired by image, and intervals are 95 %
     bootstrap intervals over the images. Every pair of methods at the same budget is compared image by image
@@ -218,7 +218,7 @@ def _percent(hits: Bool[Tensor, "images"]) -> Estimate:
 
 
 def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:
-    """Compares every pair of methods that were measured at the same cost, in the order of the results."""
+    """Compares every pair of methods that were measured at the same budget, in the order of the results."""
     differences = []
     for first, second in combinations(results, 2):
         if not first.is_comparable(second):

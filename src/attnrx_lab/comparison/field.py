@@ -139,7 +139,7 @@ class Row:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The sort key in a task's table. Larger budgets come first. At equal budgets, better methods come first."""
+        """The row's sort key in a task's table. Larger budgets come first, and at equal budgets, better methods do."""
         first = next(iter(self.measures.values()), None)
         budget = Target.parse(self.budget).limit if self.budget else inf
         return -budget, inf if first is None else -first.value
@@ -203,8 +203,8 @@ class FieldBench:
     def run(self, folder: Path | str, log: Log = no_log) -> list[Row]:
         """Measures every row that is missing from the folder, and writes the table after each row.
 
-        FOLDER/rows contains one file per row. Refused rows are tried again. Rows of methods that are not in `methods`
-        stay in the table.
+        FOLDER/rows contains one file per row. Rows that were refused are measured again. Rows of methods that are not
+        in `methods` stay in the table.
 
         Raises:
             InvalidInput: The folder has rows from another model, other images, another seed or other timing settings,
@@ -276,7 +276,7 @@ class Repeat:
 
     @property
     def holds(self) -> bool:
-        """Whether the intervals of the first measure overlap in both rows."""
+        """Whether the two rows' intervals of the first measure overlap."""
         # An interval covers the choice of test images, and not the random draws of a method. So a row of a method that
         # draws, e.g. for a repair, may leave the interval of one measurement.
         name, expected = next(iter(self.stored.measures.items()))
@@ -285,7 +285,7 @@ class Repeat:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of the table of repeats."""
+        """The cells of this repeat's row in the table of repeats."""
         name, expected = next(iter(self.stored.measures.items()))
         found = self.again.measures.get(name)
         again, verdict = self.again.state if found is None else found.text(2), "holds" if self.holds else "DIFFERS"

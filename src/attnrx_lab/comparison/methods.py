@@ -59,7 +59,7 @@ SHARE = "{share}"
 
 @dataclass(frozen=True)
 class Template:
-    """Rule texts by map with the placeholder {share}, e.g. "qk=total_rank:{share} fc1=uniform_rank:{share}".
+    """The rule texts of all maps, with the placeholder {share}, e.g. "qk=total_rank:{share} fc1=uniform_rank:{share}".
 
     All placeholders are replaced by the same share.
     """
@@ -163,7 +163,7 @@ class Method:
         folder you can pass a model's name, e.g. `NAME=timm:vit_tiny_patch16_224`.
 
         Raises:
-            InvalidInput: The text has another form.
+            InvalidInput: The text has none of these forms.
         """
         name, _, rest = text.partition("=")  # only at the first "=", because the rules contain more
         is_named = rest.strip().partition(":")[0] in (*LIBRARIES, "hub", "hf")
@@ -247,7 +247,7 @@ def diagnosed(
 class MethodBench:
     """A model with its diagnosis, the calibration images that methods are fitted to, and the test images.
 
-    `prepare` converts a trained model to the kind that `model` names, e.g. a classifier to an image tower.
+    `prepare` converts a method's trained model to the same kind as `model`, e.g. a classifier to an image tower.
     """
 
     model: nn.Module
@@ -259,7 +259,7 @@ class MethodBench:
     prepare: Callable[[nn.Module], nn.Module] | None = None
 
     def compressor(self, method: Method) -> ModelCompressor:
-        """Returns the compressor of one method. Baselines share their calibration statistics."""
+        """Returns the compressor of one method. The factoring baselines share their calibration statistics."""
         if method.folder is not None:
             return TrainedModel(self.model, method.folder, self.prepare)
         return RuleCompressor(self, method) if method.baseline is None else BASELINES[method.baseline].compressor(self)
@@ -272,7 +272,7 @@ class MethodBench:
     # A cached property writes into the instance's __dict__, which a frozen dataclass allows.
     @cached_property
     def statistics(self) -> MapStatistics:
-        """The statistics of all maps, which the factoring baselines share."""
+        """The statistics of all linear maps, which the factoring baselines share."""
         # The batches are small, because the inputs of every map are converted to float64.
         return MapStatistics(self.working, self.calibration, min(self.batch_size, 32))
 
@@ -346,7 +346,7 @@ class MadeByFunction(SearchedBaseline):
 
         Raises:
             UserCodeError: The function raises an exception.
-            InvalidInput: The returned model costs more than the share.
+            InvalidInput: The returned model has more than this share of the MACs.
         """
         with torch.random.fork_rng(devices=[]), user_code(f"the method {self.name}"):
             torch.manual_seed(self.seed)
@@ -430,9 +430,9 @@ def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:
 def points(
     method: Method, compressor: ModelCompressor, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
 ) -> Iterator[tuple[float, float | None] | Unreached]:
-    """Yields every share to measure with its MACs target, or `Unreached` if the method cannot reach the target.
+    """Yields each share to measure and its MACs target, or `Unreached` if the method cannot reach the target.
 
-    The target is None for requested shares. A method without {share} is measured once.
+    For the requested `shares`, the target is None. A method without {share} is measured once.
     """
     if not method.varies:
         yield 1.0, None  # the share is not used

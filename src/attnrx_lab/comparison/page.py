@@ -1,4 +1,4 @@
-"""A page with tables and filters, as one self-contained HTML file."""
+"""An HTML page that shows tables and filters their rows, in one self-contained file."""
 
 import base64
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ for (const button of all("th button")) button.addEventListener("click", () => {
 
 @dataclass(frozen=True)
 class Table:
-    """A table of all methods on one task. The first two columns are the budget and the method."""
+    """A table with the results of all methods on one task. The first two columns are the budget and the method."""
 
     task: str
     columns: tuple[str, ...]
@@ -62,11 +62,11 @@ class Table:
         return f"## {self.task}\n\n{markdown_table(self.columns, self.rows)}"
 
     def to_text(self) -> str:
-        """Returns the table with columns aligned by spaces."""
+        """Returns the table as plain text, with columns aligned by spaces."""
         return aligned_table(self.columns, self.rows, self.task)
 
     def to_html(self) -> str:
-        """Returns a section with a heading and the table."""
+        """Returns an HTML section with a heading and the table."""
         head = "".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in self.columns)
         body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.rows)
         task = escape(self.task)

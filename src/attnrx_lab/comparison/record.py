@@ -58,10 +58,10 @@ RECORD = kinds.record(
 
 @dataclass(frozen=True)
 class MethodTrial:
-    """The costs and the quality of one method at one share, compared with the original.
+    """The costs and the quality of the model that one method makes at one share, compared with the original model.
 
-    `share` is None if the method's rules contain no {share}. `target` is the target share of the MACs, or None. `n` is
-    the number of images, and `seconds` is the time that the compression took.
+    `share` is None if the method has no adjustable share. `target` is the share of the MACs that was requested, or None
+    if none was requested. `n` is the number of test images, and `seconds` is the time that the compression took.
     """
 
     method: str
@@ -110,12 +110,12 @@ class Unreached:
 
 @dataclass(frozen=True)
 class Difference:
-    """The paired difference between two methods at one budget (second minus first), in divergence and accuracy points.
+    """The paired differences in divergence and accuracy (in points) of two methods at one budget, second minus first.
 
-    A positive divergence means that the second method is worse. Intervals are 95 % bootstrap intervals over the images,
+    If `divergence` is positive, the second method is worse. Intervals are 95 % bootstrap intervals over the images,
     without a correction for multiple comparisons. `divergence_p` comes from a paired sign-flip test of the mean, and
-    `accuracy_p` from McNemar's exact test. For each of the two measures, Holm's method corrects the p-values over all
-    differences of the comparison.
+    `accuracy_p` from McNemar's exact test. Holm's method corrects the p-values of each measure for the number of
+    differences in the comparison.
     """
 
     first: str
@@ -130,7 +130,7 @@ class Difference:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of the table of differences."""
+        """This difference's row in the table of differences."""
         budget = "fixed rules" if self.share is None else f"{100 * self.share:g} % kept"
         return (
             f"{self.second} minus {self.first}",
@@ -146,9 +146,9 @@ class Difference:
 class MethodComparison:
     """All trials for one model, with the original model's accuracy in % and the measurement settings.
 
-    `differences` compares every pair of methods at the same budget. Methods without {share} have no budget. They are
-    compared with each other, and with methods of nearly the same MACs. `unreached` lists the methods that cannot reach
-    a MACs target.
+    `differences` compares every pair of methods at the same budget. Methods without an adjustable share have no budget.
+    They are compared with each other, and with methods that cost nearly the same MACs. `unreached` lists the methods
+    that cannot reach a MACs target.
     """
 
     trials: tuple[MethodTrial, ...]
@@ -213,7 +213,7 @@ def _with_estimates(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(comparison: MethodComparison) -> Iterator[Figure]:
-    """Yields two figures, which plot each method's divergence and accuracy against the share of the MACs."""
+    """Yields two figures, which plot the divergence and the accuracy of each method against its share of the MACs."""
     quality, divergence = comparison.outputs.columns
     unit, images = comparison.outputs.unit, comparison.about.get("images")
     about = "bars: 95 % intervals" if images is None else f"{images:,} images, bars: 95 % intervals"

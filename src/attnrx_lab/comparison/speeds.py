@@ -1,4 +1,4 @@
-"""Measures the latency of several methods for one model, relative to the reference implementation."""
+"""Measures the latency of a model that several methods compress, relative to the reference implementation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,9 +42,9 @@ SPEED_COLUMNS = (
 
 @dataclass(frozen=True)
 class Speed:
-    """The latency of one method at one share and batch size, relative to the reference implementation.
+    """The latency of a compressed model at one share and batch size, relative to the reference implementation.
 
-    `share` is None if the method's rules contain no {share}. `ideal` is the speed-up that would result if the time were
+    `share` is None if the method has no adjustable share. `ideal` is the speed-up that would result if the time were
     proportional to the MACs.
     """
 
@@ -101,7 +101,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Rates:
-    """The timing settings: batch sizes, protocols, and the shares or MACs targets of every method.
+    """The timing settings: batch sizes, protocols, and the shares or MACs targets at which every method is applied.
 
     Every method is timed at every batch size under every protocol. `runtime` is an export format, or None to time the
     models in PyTorch. With an export format, the models and the reference implementation are exported at the precision
@@ -130,7 +130,7 @@ def noise_images(model: nn.Module, seed: int = 0, images: int = 8) -> ImageSet:
 
 
 def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench:
-    """Returns a bench that measures only latency, with noise as images.
+    """Returns a `MethodBench` with noise instead of images, which is sufficient for measuring latency.
 
     Some methods choose ranks by energy or divergence, which depend on the images. On noise, such a method may choose
     other ranks than on real images, so its latency may differ too.
@@ -142,7 +142,7 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
 
 
 def _images(bench: MethodBench, batch: int) -> Tensor:
-    """Returns the noise images that models are timed on. Noise is sufficient, as latency does not depend on pixels.
+    """Returns noise images to time the models on. Noise is sufficient, because latency does not depend on pixels.
 
     With fixed noise, token policies select the same patches every time.
     """
@@ -159,7 +159,7 @@ def compare_speeds(
     attnrx model is also timed, under the name "attnrx". After every batch size, all results so far are saved to `out`.
 
     Raises:
-        InvalidInput: There is no share, or a share is not in (0, 1].
+        InvalidInput: There is no share or MACs target, or one of them is not in (0, 1].
     """
     require_points(rates.shares, rates.macs)
     family = family_of(bench.model)
@@ -190,7 +190,7 @@ def compare_speeds(
 
 
 def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> Iterator[dict[str, LatencyComparison]]:
-    """Times the models in turns with the reference (key ""), and yields latencies per protocol and batch size."""
+    """Times the models in turns with the reference (key ""), and yields latencies for each protocol and batch size."""
     # All models are timed in one run, so that other load on the machine affects all of them.
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")

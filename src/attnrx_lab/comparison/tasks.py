@@ -1,4 +1,4 @@
-"""The benchmark's tasks, each of which compares a model with a compressed model in one application."""
+"""The benchmark's tasks, each of which compares the original model with a compressed model in one application."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ class Task(ABC):
     name: ClassVar[str]
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """Converts a model to the form that the task needs. Methods compress the returned model.
+        """Returns the model in the form that the task needs. The methods then compress the returned model.
 
         Raises:
             NotSupported: `model` cannot do the task.
@@ -42,12 +42,12 @@ class Task(ABC):
         """Raises InvalidInput or DataError if the model or the images do not fit the task."""
 
     def outputs(self, model: nn.Module, images: ImageSet, batch_size: int) -> Predictions:
-        """Returns the model's outputs under the role "model"."""
+        """Returns the model's outputs, stored under the role "model"."""
         return predict({"model": model}, images, batch_size)
 
     @abstractmethod
     def measures(self, original: Predictions, smaller: Predictions, seed: int) -> dict[str, Estimate]:
-        """Returns the measures with intervals over the images, keyed by the names of their table columns.
+        """Returns the measures and their confidence intervals over the images, by the names of their table columns.
 
         Methods are ranked by the first measure, for which higher values are better.
         """
@@ -118,12 +118,12 @@ class ImageRetrieval(Task):
 
 
 class DenseFeatures(Task):
-    """Compares the final patch features by cosine similarity and relative squared error per image."""
+    """Compares the final patch features of both models by their cosine similarity and their relative squared error."""
 
     name = "dense"
 
     def outputs(self, model: nn.Module, images: ImageSet, batch_size: int) -> Predictions:
-        """Returns patch features, [images, patches, features]. Raises NotSupported for exported or resized models."""
+        """Returns patch features, [images, patches, features]. Raises NotSupported if attnrx cannot read them."""
         if known_family(model) is None:
             raise NotSupported("it returns no features of the original's patches.")
         device = next(model.parameters()).device
@@ -133,7 +133,7 @@ class DenseFeatures(Task):
         return Predictions({"model": features}, torch.zeros(len(features), dtype=torch.long))
 
     def measures(self, original: Predictions, smaller: Predictions, seed: int) -> dict[str, Estimate]:
-        """Compares the features. Raises NotSupported if the compressed model has another width."""
+        """Compares the patch features. Raises NotSupported if their shapes differ, e.g. if the width was reduced."""
         base, other = original.outputs["model"], smaller.outputs["model"]
         if base.shape != other.shape:
             raise NotSupported(f"features of {tuple(base.shape[1:])} and {tuple(other.shape[1:])} cannot be compared.")

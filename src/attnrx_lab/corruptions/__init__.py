@@ -3,9 +3,9 @@
 The corruptions follow ImageNet-C and, for small images, Tiny-ImageNet-C and CIFAR-C (Hendrycks and Dietterich,
 "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019). We implement the
 benchmark's definitions with NumPy, SciPy and Pillow. The severity levels follow the published code. `frost` and the
-water of `spatter` differ from the published code, as their docstrings say. The benchmark's files were also stored as
-JPEG with quality 85, but our images are not. So you can compare models on our images with each other, but not with
-published results on the benchmark.
+water of `spatter` differ from the published code, as their docstrings say. The benchmark's images were also compressed
+as JPEG files of quality 85, but our images are not. So you can compare models with each other on our images, but you
+cannot compare their results with published results.
 """
 
 from bisect import bisect_left
@@ -24,7 +24,7 @@ SEVERITIES = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True)
 class Corruption:
-    """An image corruption. Corrupted images are in [0, 1] and keep the shape, dtype and device of the input."""
+    """An image corruption. Corrupted images have values in [0, 1], and the shape, dtype and device of the input."""
 
     name: str
 
@@ -36,7 +36,7 @@ class Corruption:
         """Returns the benchmark's parameters for a severity level and an image size (the longer side in pixels).
 
         Raises:
-            InvalidInput: The severity is not in 1 to 5.
+            InvalidInput: The severity is not a whole number from 1 to 5.
         """
         if severity not in SEVERITIES:
             raise InvalidInput(f"severity {severity} of {self.name}: choose 1 (mildest) to 5.")
@@ -50,7 +50,7 @@ class Corruption:
         severity: int,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "batch channels height width"]:
-        """Corrupts images in [0, 1]. The generator seeds every image separately."""
+        """Corrupts images with values in [0, 1]. The generator draws a separate seed for every image."""
         levels = self.levels(max(images.shape[-2:]), severity)
         methods = required_module("attnrx_lab.corruptions.methods", "lab", f"the corruption {self.name}")
         corrupted = []

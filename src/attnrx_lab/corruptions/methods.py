@@ -1,4 +1,4 @@
-"""The nineteen corruptions by noise, blur, weather and digital processing.
+"""The nineteen corruptions, which simulate noise, blur, weather and digital processing.
 
 Each function takes an image with the shape [channels, height, width] and values in [0, 1], a random generator, and the
 parameters of a severity level.
@@ -53,7 +53,7 @@ def gaussian_blur(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
 
 
 def defocus_blur(image: Pixels, draws: Draws, radius: Number, deviation: Number) -> Pixels:
-    """Blurs with a disk of this radius, smoothed at its edge by a Gaussian with this standard deviation."""
+    """Blurs with a disk of this radius. A Gaussian with the standard deviation `deviation` smooths the disk's edge."""
     # The published kernels are a disk of 17 x 17 pixels and a Gaussian of 3 x 3, both larger for larger radii.
     reach, edge = (8, 1) if radius <= 8 else (int(radius), 2)
     line = np.arange(-reach, reach + 1)
@@ -110,7 +110,7 @@ def zoom_blur(image: Pixels, draws: Draws, end: Number, step: Number) -> Pixels:
 
 
 def _zoomed(image: Pixels, factor: Number) -> Pixels:
-    """Enlarges the centre of an image to the full image size by linear interpolation."""
+    """Crops the centre of an image, and enlarges it by `factor` to the full image size with linear interpolation."""
     crops = [math.ceil(side / factor) for side in image.shape[1:]]
     top, left = ((side - crop) // 2 for side, crop in zip(image.shape[1:], crops, strict=True))
     middle = image[:, top : top + crops[0], left : left + crops[1]]
@@ -123,8 +123,9 @@ def _zoomed(image: Pixels, factor: Number) -> Pixels:
 def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
     """Whitens the image and adds snowflakes, which are enlarged, thresholded and motion-blurred noise.
 
-    `levels` are the mean and the standard deviation of the noise, its enlargement factor, the threshold, the radius and
-    the standard deviation of the motion blur, and the weight of the image before whitening.
+    `levels` contains seven numbers. The first four are the mean and the standard deviation of the noise, its
+    enlargement factor, and the threshold. Then follow the radius and the standard deviation of the motion blur, and the
+    weight of the unwhitened image.
     """
     mean, deviation, factor, threshold, radius, length, share = levels
     flakes = _zoomed(draws.normal(mean, deviation, (1, *image.shape[1:])), factor)
@@ -137,9 +138,9 @@ def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
 def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
     """Multiplies the image by `kept`, and adds an ice texture multiplied by `share`.
 
-    The benchmark adds crops of photographs of ice, which are not included here. This function generates ice from the
-    ridges of a fractal landscape, with the brightness, variety and roughness of the photographs. You can compare models
-    on these images with each other, but not with published results on the benchmark.
+    The benchmark adds crops of photographs of ice, which are not included here. This function instead draws ice from
+    the ridges of a fractal landscape. Its brightness, variety and roughness match the photographs. You can compare
+    models with each other on these images, but you cannot compare their results with published results.
     """
     ridges = 1 - np.abs(2 * landscape(image, 1.5, draws) - 1)
     rough = (ridges - ridges.mean()) / max(ridges.std(), 1e-6)
@@ -153,7 +154,7 @@ def fog(image: Pixels, draws: Draws, share: Number, decay: Number) -> Pixels:
 
 
 def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
-    """Draws a fractal height map in [0, 1], [1, height, width], by the diamond-square algorithm on a torus.
+    """Draws a fractal height map [1, height, width] with values in [0, 1], by the diamond-square algorithm on a torus.
 
     From one scale to the next, the amplitude of the random heights is divided by the square of `decay`.
     """
@@ -182,9 +183,10 @@ def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
 def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
     """Adds drops of water or mud where smoothed noise is above a threshold.
 
-    `levels` are the mean, the standard deviation and the smoothing of the noise, the threshold, a strength, and 0 for
-    water or 1 for mud. The strength is the intensity of water or the smoothing of mud. The benchmark detects the edges
-    of drops with Canny's method. This function places the edges where the noise crosses the threshold.
+    `levels` contains six numbers: the mean and the standard deviation of the noise, the standard deviation of the
+    Gaussian that smooths it, the threshold, a strength, and 0 for water or 1 for mud. The strength is the intensity of
+    the water, or the standard deviation of the Gaussian that smooths the mud. The benchmark detects the edges of drops
+    with Canny's method. This function places the edges where the noise crosses the threshold.
     """
     mean, deviation, size, threshold, much, kind = levels
     liquid = gaussian_blur(draws.normal(mean, deviation, (1, *image.shape[1:])), draws, size)
@@ -198,7 +200,7 @@ def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
 
 
 def _relief(drops: np.ndarray) -> Layer:
-    """Shades drops, [height, width], lit from one side. A drop's height is its equalized distance to the edge."""
+    """Shades drops, [height, width], lit from one corner. A pixel's height is its equalized distance to the edge."""
     inside = np.asarray(ndimage.binary_erosion(drops, border_value=1))
     distance = np.asarray(ndimage.distance_transform_edt(inside | np.logical_not(drops))).clip(max=FARTHEST)
     # Histogram equalization as in OpenCV, where the darkest level becomes 0.
@@ -245,8 +247,8 @@ def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixel
 def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Number, distance: Number) -> Pixels:
     """Applies a random affine transform to the image, then displaces each pixel by a smooth random field.
 
-    `factor` scales the random field. `deviation` is the standard deviation of the Gaussian that smooths this field.
-    `distance` is the largest shift of a reference point by the affine transform.
+    `factor` scales the random field. `deviation` is the standard deviation of the Gaussian that smooths this field. The
+    affine transform shifts three points, each by at most `distance` along either axis.
     """
     height, width = image.shape[1:]
     reach = min(height, width) // 3
@@ -263,12 +265,12 @@ def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Nu
 
 
 def sampled(image: Pixels, places: Float[np.ndarray, "2 height width"], border: str) -> Pixels:
-    """Samples an image at fractional positions by linear interpolation. `border` selects how the image is mirrored."""
+    """Samples an image at fractional positions by linear interpolation. `border` is SciPy's mode for mirroring."""
     return np.stack([ndimage.map_coordinates(plane, places, order=1, mode=border) for plane in image])
 
 
 def pixelate(image: Pixels, draws: Draws, share: Number) -> Pixels:
-    """Shrinks each side of the image to a share of its length and enlarges it again, both with box filters."""
+    """Shrinks each side of the image to `share` of its length, and enlarges it again. Both steps use box filters."""
     picture = _picture(image)
     small = [max(1, int(side * share)) for side in picture.size]
     boxes = picture.resize((small[0], small[1]), Image.Resampling.BOX).resize(picture.size, Image.Resampling.BOX)
@@ -292,7 +294,7 @@ def _pixels(picture: Image.Image) -> Pixels:
 
 
 def _colour(colour: tuple[float, float, float], image: Pixels) -> Float[np.ndarray, "channels 1 1"]:
-    """Returns the colour for an image with three channels, and the colour's grey level for other images."""
+    """Returns the colour if the image has three channels, and otherwise the colour's grey level."""
     own = np.array(colour)[:, None, None]
     return own if len(image) == 3 else _grey(own)
 

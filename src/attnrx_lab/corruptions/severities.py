@@ -1,6 +1,7 @@
 """The parameters of every corruption at the severities 1 to 5, for CIFAR-C, Tiny-ImageNet-C and ImageNet-C.
 
-Each corruption has one line per benchmark, in this order. The functions in `methods` document the parameters.
+Each corruption has one tuple of five severities per benchmark, in this order. The functions in `methods` document the
+parameters.
 """
 
 from collections.abc import Mapping

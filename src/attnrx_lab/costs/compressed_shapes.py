@@ -14,13 +14,14 @@ class Compression:
     """Describes how every layer is compressed: its query-key pathway, its value-output pathway and its MLP.
 
     `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
-    (R directions in blocks). With "irratt:R" there is one block per head, and every head mixes the attention maps of
-    all blocks. `vo` is the value dimension of each head. `mlp` is the rank of both linear layers of the MLP, which are
-    stored as two factors each. None means unchanged.
+    (R directions in blocks). With "irratt:R" there is one block per head, and every head mixes the score maps of all
+    blocks. `vo` is the value dimension of each head. `mlp` is the rank of both linear layers of the MLP, each of which
+    is stored as two factors. None means unchanged.
 
-    Compression removes biases that are no longer needed. The query bias is stored at the compressed width. The key bias
-    is dropped, because it adds a constant to every row of scores, which the softmax ignores. The value bias is folded
-    into the output bias. If a rank keeps all directions or features, the shape does not change.
+    Compression removes biases that are no longer needed. The query bias is kept, with one value per remaining
+    direction. The key bias is dropped, because it adds a constant to every row of scores, which the softmax ignores.
+    The value bias is folded into the output bias. If a rank keeps all directions or features, the shape does not
+    change.
     """
 
     qk: str = "full"
@@ -55,7 +56,7 @@ class Compression:
         return _read_out(full if form == "full" else _scored(full, form, rank), self.vo)
 
     def mlp_ranks(self, specs: Sequence[AttentionSpec]) -> tuple[tuple[int | None, int | None], ...] | None:
-        """Returns the ranks of both linear layers in every layer's MLP, or None if the MLPs are unchanged.
+        """Returns the ranks of the MLP's two linear maps in every layer, or None if the MLPs are unchanged.
 
         Raises:
             InvalidInput: The rank is out of range for a layer.

@@ -1,9 +1,9 @@
 """Counts operations by the conventions of IrrAtt and SPOT, to reproduce the numbers in these papers.
 
 The counting rules were inferred from IrrAtt's Table 1, and reproduce 53 of its 54 cells. They count the matrix products
-in the patch embedding, the layers and the classifier. A LayerNorm counts as in common FLOP counters. A fused
-multiply-add counts as one FLOP. The strengths of directions count only as parameters. In contrast, `ModelCosts.macs`
-follows the convention of SVDA (A.6).
+in the patch embedding, the layers and the classifier. A LayerNorm counts five operations per feature, as in common FLOP
+counters. A fused multiply-add counts as one FLOP. The strengths of directions count as parameters, but not as
+operations. In contrast, `ModelCosts.macs` follows the convention of SVDA (A.6).
 """
 
 import math
@@ -51,7 +51,7 @@ class Price:
         return macs[0] if len(set(macs)) == 1 else macs
 
     def percent_of(self, original: "Price") -> dict[str, float]:
-        """Returns the compression ratios (CR) in percent of the original's parameters, MACs and attention MACs."""
+        """Returns the parameters, MACs and attention MACs in percent of the original's (compression ratios, CR)."""
         attention, original_attention = sum(self.attention_macs), sum(original.attention_macs)
         return {
             "params_percent": 100 * self.params / max(original.params, 1),
@@ -63,9 +63,9 @@ class Price:
 def priced(costs: ModelCosts, outer_norms: int | None = None, predictor_norms: int = 0) -> Price:
     """Returns the cost of a model in IrrAtt's convention, split into parts that add up to the total.
 
-    `outer_norms` counts the features that norms outside the layers normalize for one image (`outer_norm_features`).
-    None means that the model has one such norm, which runs on all tokens. `predictor_norms` counts the features that
-    the norms in the token predictors normalize (`predictor_norm_features`).
+    `outer_norms` is the number of features that the norms outside the layers normalize for one image (see
+    `outer_norm_features`). None means that the model has one such norm, which runs on all tokens. `predictor_norms` is
+    the number of features that the norms inside the token predictors normalize (see `predictor_norm_features`).
     """
     if outer_norms is None:
         outer_norms = costs.layers[-1].tokens * costs.layers[-1].spec.width if costs.layers else 0
@@ -84,14 +84,14 @@ def _layer_parts(layer: LayerCosts) -> dict[str, PartCosts]:
 
 
 def layer_norm_features(layer: LayerCosts) -> int:
-    """Returns how many features a block's two norms and its attention normalize for one image."""
+    """Returns how many features a layer's two norms and the norms inside its attention normalize for one image."""
     spec = layer.spec
     inner = {"query_norm": spec.ranks, "key_norm": spec.ranks, "output_norm": spec.value_dims}
     return layer.tokens * (2 * spec.width + sum(sum(inner[name]) for name in spec.inner_norms))
 
 
 def predictor_norm_features(policy: TokenPolicy, shape: Shape) -> int:
-    """Returns how many features the predictors of a token policy normalize for one image."""
+    """Returns how many features the norms inside a token policy's predictors normalize for one image."""
     layout = shape.layout
     tokens = policy.tokens(layout, policy.layers[-1])
     stages = zip(policy.layers, policy.counts(layout.patches), strict=True)
@@ -147,9 +147,9 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
     """Returns the costs of one direction: its query and key weights, its strengths, and its share of the scores.
 
     In SVDA one direction has `2 (width + 1) + 1` parameters and `tokens (2 width + tokens + 1)` MACs. If the original
-    norms are kept, the projections cannot shrink, so removing a direction saves only its strength and its scores. A
-    direction that all heads share has a strength and scores in every head. A direction in a block has one strength, and
-    contributes to the scores only once, in the block's attention map.
+    norms are kept, the projections cannot shrink. Removing a direction then saves only its strength and its part of the
+    scores. A direction that all heads share has a strength in every head, and is a part of every head's scores. A
+    direction in a block has no strength, and is used only once, for the block's score map.
     """
     # The number of heads in which a direction has its own strength and scores.
     users = len(spec.heads) if spec.traits.shares_directions and not spec.traits.mixes_blocks else 1
@@ -162,7 +162,7 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
 
 
 def saved_shares(costs: ModelCosts, share: float) -> tuple[float, float]:
-    """Returns which shares of the parameters and MACs are saved by removing `share` of every layer's directions.
+    """Returns the shares of the parameters and MACs that are saved by removing `share` of each layer's directions.
 
     The result is correct only if every head keeps at least one direction. It reproduces the savings in SVDA's Tables 1
     and 2. The savings are linear in the number of directions, so `share` may be a mean over models.

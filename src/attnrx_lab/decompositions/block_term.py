@@ -20,9 +20,9 @@ TINY = torch.finfo(torch.float32).tiny  # a length below it counts as zero
 class BlockTerms:
     """The tensor Y(:, :, h) = sum_b mix[h, b] left_b right_b^T with one block b per slice h (IrrAtt, Eq. 6).
 
-    `left_b` and `right_b` contain the columns (terms) of `left` and `right` with the owner b. If `mix` is the identity,
-    every slice consists of exactly the terms that it owns. Terms are sorted by block, and a block may have no terms.
-    `errors` contains the relative errors at the start and after each sweep.
+    `left_b` and `right_b` contain those columns of `left` and `right` whose owner is block b. Each column is one term.
+    If `mix` is the identity, every slice consists of exactly the terms that it owns. Terms are sorted by block, and a
+    block may have no terms. `errors` contains the relative errors at the start and after each sweep.
     """
 
     left: Float[Tensor, "rows rank"]
@@ -47,8 +47,8 @@ class Fusion:
     """The owner slice of every term in a canonical decomposition, from which IrrAtt derives the blocks' ranks.
 
     `owner` is the slice with the largest absolute value in the term's column of the mix. If several slices tie, the
-    owner is the first of them. `off_block` is the share of each column's energy outside its owner. If the mix is
-    block-diagonal, `off_block` is zero.
+    owner is the first of them. `off_block` is the share of each column's energy in slices other than the owner. If the
+    mix is block-diagonal, `off_block` is zero.
     """
 
     owner: Int[Tensor, "rank"]
@@ -75,8 +75,8 @@ def fusion_ranks(terms: Canonical) -> Fusion:
 def initial_blocks(terms: Canonical) -> BlockTerms:
     """Returns the initial blocks from a canonical decomposition (Algorithm 1 of IrrAtt without its first line).
 
-    The function multiplies each column of `left` by the owner's mixing weight, sorts the columns by owner, and sets the
-    mix to the identity.
+    The function multiplies each column of `left` by its mixing weight in the owner slice. Then it sorts the columns by
+    owner, and sets the mix to the identity.
     """
     # With the identity as mix, a slice has only the terms of its own block. The terms' contributions to other slices
     # are lost here. The mix that `deflate` fits restores them.
@@ -99,8 +99,8 @@ def block_terms(tensor: FactoredTensor, rank: int, *, sweeps: int = 200, seed: i
 def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
     """Fits each block in turn to the residual of the other blocks (IrrAtt, Algorithms 2 and 3 as published).
 
-    Before each fit, the mix of the block is reset to the leading eigenvector of the residual's Gram matrix over slices.
-    So a block can move to another slice, and the error can rise.
+    Before each fit, the block's column of the mix is reset to the leading eigenvector of the Gram matrix of the
+    residual's slices. So a block can move to another slice, and the error can rise.
 
     To save memory, the function never forms the slices of the residual. Each step computes the truncated SVD of their
     weighted sum, which is a single rows x columns matrix.
@@ -145,7 +145,7 @@ def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms
 
 
 def _leading_mix(tensor: FactoredTensor, others: Factors) -> Float[Tensor, "slices"]:
-    """Returns the leading eigenvector of X'_(3) X'_(3)^T, computed from inner products of the slices of X."""
+    """Returns the leading eigenvector of X'_(3) X'_(3)^T, computed from inner products. No slice of X' is formed."""
     # <X_g, X_h> = sum over d, e of (left_gd . left_he) (right_gd . right_he), which needs only products of factors.
     slices, inner, _ = tensor.left.shape
     stacked_left, stacked_right = tensor.left.flatten(0, 1), tensor.right.flatten(0, 1)
@@ -166,7 +166,7 @@ def _mixed(tensor: FactoredTensor, others: Factors, mix: Float[Tensor, "slices"]
 
 
 def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slices rank"]:
-    """Projects a mix onto matrices with nonnegative columns of unit length. Call it after each training step.
+    """Projects a mix onto the matrices with nonnegative columns of unit length. Call it after each training step.
 
     For such a mix, S^H (S^H)^T (IrrAtt, Eq. 7) is diagonal if and only if each column has one nonzero entry, its owner.
     A column without a positive value becomes one-hot at its largest value.

@@ -180,7 +180,7 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
 
 
 def error_of(tensor: FactoredTensor, factors: Factors, square: float) -> float:
-    """Returns the relative error from the squared residual `square`, or recomputes it if `square` is too small."""
+    """Returns the relative error, from the squared residual `square` or, if it is too small, from `factors`."""
     if square > _NEARLY_EXACT**2 * tensor.square:
         return (square / tensor.square) ** 0.5
     return tensor.relative_error(*factors)
@@ -200,7 +200,7 @@ def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canon
 
     The objective is the sensitivity of the balanced terms (`least_sensitivity`). The function accepts an update only if
     the objective does not rise and the error stays within the bound. The result is balanced. The iteration stops after
-    `sweeps` sweeps, or when a sweep lowers the sensitivity too little. An error below SMALLEST_BOUND may rise to
+    `sweeps` sweeps, or when a sweep hardly lowers the sensitivity. An error below SMALLEST_BOUND may rise to
     SMALLEST_BOUND.
     """
     # The algorithm is the error-preserving correction of Phan, Tichavsky and Cichocki (arXiv 1709.08349). Its objective
@@ -233,7 +233,7 @@ def cpd_epc(
     finish: bool = False,
     seed: int = 0,
 ) -> Canonical:
-    """Returns a decomposition by CPD-EPC, which is the first line of IrrAtt's Algorithm 1.
+    """Returns a decomposition by CPD-EPC (the first line of IrrAtt's Algorithm 1).
 
     CPD-EPC runs least squares (`als`), the correction (`epc`), and least squares again. `start`, `sweeps` and `seed`
     are as in `als`. The error is at most SMALLEST_BOUND or the error after the first least squares, whichever is
@@ -274,7 +274,7 @@ def _updated(
 
 
 def column_sensitivity(one: Float[Tensor, "rows rank"], other: Float[Tensor, "columns rank"]) -> Float[Tensor, "rank"]:
-    """Returns the sensitivity per squared entry for each column of a factor, computed from the other two factors."""
+    """Returns how much a squared entry of each column adds to the sensitivity, computed from the other two factors."""
     return len(other) * one.square().sum(0) + len(one) * other.square().sum(0)
 
 
@@ -287,10 +287,10 @@ def bounded_update(
 ) -> Float[Tensor, "size rank"]:
     """Returns the X that minimizes || X diag(weights)^(1/2) ||^2 under a bound on the squared error.
 
-    The constraint is square - 2 <X, products> + <X normal, X> <= bound. The solution is X = products
-    (normal + eta diag(weights))^-1 with one unknown scalar eta >= 0. `square`, `bound` and `weights` are squared
-    quantities. If no X satisfies the bound, the function returns the least-squares X. If X = 0 satisfies the bound, the
-    function returns zero. Every eta that the search returns satisfies the bound.
+    The constraint is square - 2 <X, products> + <X normal, X> <= bound. The solution is
+    X = products (normal + eta diag(weights))^-1 with one unknown scalar eta >= 0. `square`, `bound` and `weights` are
+    squared quantities. If no X satisfies the bound, the function returns the least-squares X. If X = 0 satisfies the
+    bound, the function returns zero. Otherwise, it searches for the largest eta whose X satisfies the bound.
     """
     # With the new variables X diag(weights)^(1/2), the objective is a plain norm, and normal becomes Q diag(e) Q^T.
     # With Z = products diag(weights)^(-1/2) Q the problem separates into columns: X = Z diag(1 / (e + eta)). The error
@@ -312,8 +312,8 @@ def bounded_update(
 def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float:
     """Returns the largest eta with phi(eta) <= slack, found by bisection on a logarithmic scale.
 
-    The function phi(eta) = sum g eta^2 / (e (e + eta)^2) is the squared error minus the least-squares error. phi rises
-    with eta, from phi(0) = 0.
+    The function phi(eta) = sum g eta^2 / (e (e + eta)^2), with g in `energy` and e in `values`, is the squared error
+    minus the least-squares error. phi rises with eta, from phi(0) = 0.
     """
 
     def phi(eta: float) -> float:

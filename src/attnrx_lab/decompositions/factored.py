@@ -19,10 +19,10 @@ Projection = Float[Tensor, "slices inner rank"]
 
 @dataclass(frozen=True)
 class FactoredTensor:
-    """A tensor with the slices Y_h = left_h^T right_h of shape rows x columns, which are never formed.
+    """A tensor with the slices Y_h = left_h^T right_h of shape rows x columns, which are stored only as these factors.
 
-    All operations use float64, without gradients. Slices may have different ranks, because `left` and `right` can be
-    padded with rows of zeros. A product with R terms costs one matrix product of rows x (slices * inner) x R. Raises
+    All operations use float64, without gradients. The slices can have different ranks, because `left` and `right` can
+    be padded with rows of zeros. A product with R terms costs one matrix product of rows x (slices * inner) x R. Raises
     InvalidInput if a factor is empty or not finite.
     """
 
@@ -99,7 +99,7 @@ class FactoredTensor:
         return (square / self.square) ** 0.5
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the SVD of every slice: [slices, rows, triples], [slices, triples] and [slices, columns, triples].
+        """Returns the SVD of each slice: [slices, rows, triples], [slices, triples] and [slices, columns, triples].
 
         There are min(inner, rows, columns) triples per slice, in descending order. The function computes two thin QRs
         and one small SVD.

@@ -1,4 +1,4 @@
-"""The robustness experiment (SPOT, Table 5), which measures the models of Table 1 on all ImageNet-C corruptions."""
+"""The robustness experiment (SPOT, Table 5), which measures the models of Table 1 under all ImageNet-C corruptions."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -33,10 +33,10 @@ SEVERITY = 3  # of five (SPOT, Section 7.1)
 
 @dataclass(frozen=True)
 class CorruptedExperiment(DerivedExperiment):
-    """Measures one model of the SPOT experiment on corrupted test images, without training on such images.
+    """Measures one model of the SPOT experiment on corrupted test images. The model is not trained on such images.
 
     `corrupted` is the folder of ImageNet-C, with a folder CORRUPTION/SEVERITY for each of its 19 corruptions. If
-    `corrupted` is None, the experiment corrupts the test images by the same definitions.
+    `corrupted` is None, the experiment itself corrupts the test images in the same ways.
     """
 
     kind: ClassVar[str] = "spot-corrupted"
@@ -53,7 +53,7 @@ class CorruptedExperiment(DerivedExperiment):
         """Measures the SPOT run's model on every corruption. If this run does not exist, it is executed first.
 
         Raises:
-            DataError: The folder lacks a corruption. The method checks the folder before any training.
+            DataError: A corruption is missing from the folder. The method checks this before any training.
         """
         files = None if self.corrupted is None else corruption_folders(Path(self.corrupted))
         splits = self.splits()
@@ -80,7 +80,7 @@ class CorruptedExperiment(DerivedExperiment):
         return {**accuracy, "corrupted_change": {"value": whole.value, "low": whole.low, "high": whole.high}}
 
     def _read(self, comparison: Comparison, files: Mapping[str, Path], log: Log) -> dict[str, Measure]:
-        """Measures the models on the files of ImageNet-C, and averages each image's results over the corruptions."""
+        """Measures the models on the images of ImageNet-C, and averages each image's results over the corruptions."""
         accuracies, changes = [], []
         for corruption, place in files.items():
             log(f"{self.name}: {corruption}")

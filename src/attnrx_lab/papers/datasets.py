@@ -13,10 +13,11 @@ from attnrx_lab.papers.sources import TINY_CLASSES, TINY_SIDE, generated_splits
 
 @dataclass(frozen=True)
 class DatasetCounts(Experiment):
-    """Counts the images and classes in one dataset, as `load_data` splits it.
+    """Counts the training images, test images and classes of one dataset, as `load_data` splits it.
 
-    `dataset` is the location of the images. It is needed only if `load_data` cannot find the images by the subject's
-    name. Images held out for validation count as training images, because the paper does not hold out a validation set.
+    `dataset` is the location of the images. It is needed only if `load_data` cannot find the images by the name
+    `subject`. Images held out for validation count as training images, because the paper does not hold out a validation
+    set.
     """
 
     kind: ClassVar[str] = "datasets"

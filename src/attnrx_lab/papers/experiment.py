@@ -79,7 +79,7 @@ class Experiment(ABC):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """The differences from the paper that do not depend on user settings, as sentences for the table's notes."""
+        """Sentences for the table's notes about differences from the paper that do not depend on user settings."""
         return ()
 
     @abstractmethod
@@ -87,11 +87,11 @@ class Experiment(ABC):
         """Returns a tiny version of the run on generated images or weights, which takes a second or two."""
 
     def trainings(self) -> tuple[Training, ...]:
-        """Returns the trainings that the run needs, derived from shapes only. For tiny runs the result is empty."""
+        """Returns the trainings that the run needs, computed from shapes only. For tiny runs the result is empty."""
         return ()
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
-        """Returns the names of the stages that measure these numbers, or all names if `keys` is None.
+        """Returns the names of the stages that measure the numbers `keys`, or of all stages if `keys` is None.
 
         An experiment without stages is measured as a whole.
         """
@@ -102,16 +102,18 @@ class Experiment(ABC):
         """Measures the requested stages, and returns the contents of result.json.
 
         The result contains the numbers under `rules`. Under `data` it contains the `name` of the data, the number of
-        test `images`, and `notes` for the table's readers. Stages that are already in the folder are loaded instead of
-        measured. After loading model and data, the method calls `claim` to write the settings to the folder.
+        test `images`, and `notes` for the table's readers. If the folder already contains the evidence of a stage, this
+        evidence is loaded, and the stage is not measured again. After loading the model and the data, the method calls
+        `claim` to write the settings to the folder.
         """
 
     def run(self, folder: Path | str, log: Log = no_log, keys: Collection[MeasureKey] | None = None) -> Run:
         """Runs the experiment, continues an interrupted run, or loads the stored result.
 
-        With `keys`, the method measures only the stages that contain these numbers. The result contains the stages of
-        all calls, so several tables can share one run. Processes that one launcher started share the work of the run
-        (see `processes`). If the folder contains another run, the method raises CheckpointError.
+        With `keys`, the method measures only the stages that contain these numbers. The stored result contains the
+        stages of all calls so far, so several tables can share one run. If a launcher started several processes, they
+        share the work of the run (see `processes`). If the folder contains another run, the method raises
+        CheckpointError.
         """
         folder = Path(folder)
         result, stages = folder / "result.json", self.stages(keys)
@@ -136,7 +138,7 @@ class Experiment(ABC):
         """Returns the same run with some settings changed.
 
         Raises:
-            InvalidInput: The experiment has no such setting, or `changes` has `weights` but the experiment loads none.
+            InvalidInput: The experiment has no such setting, or `changes` has `weights` without a `model`.
         """
         unknown_knobs = [name for name in changes if name not in self.knobs]
         if unknown_knobs:
@@ -155,7 +157,7 @@ class Experiment(ABC):
         return changed
 
     def deviations(self, protocol: "Experiment") -> list[str]:
-        """Describes all differences from the protocol in sentences for the table's readers."""
+        """Returns sentences that describe all differences from the protocol to the table's readers."""
         if self.tiny:
             what = "numbers measured on a tiny model and generated data show that the recipe runs, and nothing else"
             return [f"{self.scenario}: {what}"]
@@ -197,7 +199,7 @@ class Experiment(ABC):
             )
 
     def claim(self, folder: Path) -> None:
-        """Writes the settings to the folder. Call this method after loading model and data with these settings."""
+        """Writes the settings to the folder. Call this method after the model and the data were loaded with them."""
         if is_first():
             write_json(folder / "settings.json", self._header())
 
@@ -216,7 +218,7 @@ def evaluation_device() -> torch.device:
 
 
 def comparison_with(model: nn.Module, images: ImageSet, **options: Any) -> Comparison:
-    """Returns a comparison of the model with itself on the evaluation device. Use `replace` to set a candidate."""
+    """Returns a comparison of the model with itself on the evaluation device. Use `replace` to change the candidate."""
     device = evaluation_device()
     # The caller's model stays on the CPU, where candidates are made from it.
     reference = model if device.type == "cpu" else copy.deepcopy(model).to(device)
@@ -245,7 +247,7 @@ def evidence_by(checks: Sequence[Check], comparison: Comparison, own: Experiment
 
 
 def measures(evidence: Evidence) -> dict[str, Measure]:
-    """Returns the numbers that a table can show, by name, and skips all other findings."""
+    """Returns the findings that a table can show, as numbers by name. All other findings are skipped."""
     named = ((_measure_name(finding), finding) for finding in evidence.findings)
     return {name: measure_of(finding) for name, finding in named if name is not None}
 

@@ -31,9 +31,10 @@ Mix = Float[Tensor, "heads rank"]
 class FusionExperiment(Experiment):
     """Decomposes a pre-trained model's scores, layer by layer, into directions that all heads share (CPD-EPC).
 
-    `shares` lists the shares of a layer's directions to keep. The decomposition uses only the weights, and starts from
-    random terms drawn from `seed`. Starting from the heads' own directions would assign one owner to each direction in
-    advance. If the heads already share directions, the model is not decomposed.
+    Every layer is decomposed once for each share in `shares`, which is the share of its directions to keep. The
+    decomposition uses only the weights, and starts from random terms drawn with `seed`. Starting from the heads' own
+    directions would assign one owner to each direction in advance. If the heads already share directions, the model is
+    not decomposed.
     """
 
     kind: ClassVar[str] = "irratt-fusion"
@@ -89,7 +90,7 @@ class FusionExperiment(Experiment):
         }
 
     def _fusion(self, attention: Attention, share: float, layer: int) -> tuple[Mix, tuple[int, ...], dict[str, float]]:
-        """Returns a layer's fusion matrix, the block ranks that fit the weights best, and the decomposition's error.
+        """Returns a layer's fusion matrix, the block ranks that would fit the weights best, and the relative error.
 
         If the heads already share directions, the function returns their fusion matrix and no error.
         """
@@ -115,11 +116,12 @@ def _owners(mix: Mix) -> Fusion:
 
 
 def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
-    """Returns how close a fusion matrix is to being block-diagonal after its columns are sorted by owner.
+    """Measures how close a fusion matrix is to being block-diagonal after its columns are sorted by owner.
 
-    `as_fitted` is the share of the matrix's energy inside the blocks, in %. `rescaled` is the mean of this share over
-    the columns, which does not depend on the scale of the columns (IrrAtt, Figure 3 b). `by_chance` is `rescaled` for
-    random columns without block structure. `least` and `most` are the sizes of the smallest and the largest block.
+    `as_fitted` is the share of the matrix's energy inside the blocks, in %. `rescaled` is the mean over the columns of
+    each column's share, which does not depend on the columns' scale (IrrAtt, Figure 3 b). `by_chance` is the value of
+    `rescaled` for random columns without block structure. `least` and `most` are the sizes of the smallest and the
+    largest block.
 
     Raises:
         InvalidInput: The fusion matrix is zero.

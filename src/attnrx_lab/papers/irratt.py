@@ -72,11 +72,11 @@ RULES: Mapping[str, str] = {
 class IrrattMethod:
     """One compression method of the table. Ranks are shares, so that the method applies to models of any size.
 
-    `qk` is the form of queries and keys, "full" or a form of `Compression`, and `rank` is the share of the directions
-    to keep. `vo` is the share of the value dimensions. `mlp` is the rank of both linear layers in the MLP, as a share
-    of the width. None means unchanged. With `by_training` the method trains a CP SlimAtt under constraints that divide
-    its directions among the heads (IrrAtt, Eq. 7). If the experiment does not train, only the costs of this method are
-    computed.
+    `qk` is the form of the queries and keys without its rank (see `Compression`), and `rank` is the share of the
+    directions to keep. `vo` is the share of the value dimensions to keep. `mlp` is the rank of both linear layers in
+    the MLP, as a share of the width. None means unchanged. With `by_training` the method trains a CP SlimAtt under
+    constraints that divide its directions among the heads (IrrAtt, Eq. 7). If the experiment trains nothing
+    (`epochs=0`), only the costs of such a method are computed.
     """
 
     name: str
@@ -91,7 +91,7 @@ class IrrattMethod:
         return self.qk != "full" or self.vo is not None or self.mlp is not None
 
     def compression(self, spec: AttentionSpec) -> Compression:
-        """Returns the ranks for a layer of this shape."""
+        """Returns this method's compression of a layer of this shape, with the shares converted to ranks."""
         # The rank of TruncAtt is per head. The ranks of CP SlimAtt and IrrAtt are totals per layer (Section 3.4).
         directions = spec.original_rank if self.qk == "truncatt" else sum(spec.ranks)
         return Compression(
@@ -124,7 +124,7 @@ def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
 
 
 def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
-    """Computes the paper's compression ratios in percent of the original's costs, from shapes only."""
+    """Computes the compression ratios that the paper prints, in percent of the original's costs, from shapes only."""
     after = method_costs(outline, method)
     norms = outer_norm_features(outline, after)  # the same for both, because they have the same number of tokens
     return priced(after, norms).percent_of(priced(family_of(outline).costs(outline), norms))
@@ -145,12 +145,13 @@ def _part(share: float, whole: int) -> int:
 class IrrattExperiment(sources.DatasetExperiment):
     """Compresses one pre-trained model by each method, fine-tunes each result for `epochs`, and measures it.
 
-    As in the paper, scores, values and MLP are factored by their weights. `seed` seeds the initial terms for the
-    scores. With `factors="data"`, values and MLP keep the directions that matter most on `calibration_images` training
-    images. `seed` also determines which training images are held out for validation. By default the models are not
-    fine-tuned. On data with only some of the model's classes, every method would gain from fine-tuning by forgetting
-    the other classes. A constrained CP SlimAtt is trained for `epochs` before its fine-tuning. `ema` is the decay of
-    the weights' moving average. Costs are always computed for the named model, even if a `tiny` model is measured.
+    By default, as in the paper, only the weights determine how scores, values and MLPs are factored. `seed` seeds the
+    initial terms for the scores. With `factors="data"`, values and MLPs keep the directions that matter most on
+    `calibration_images` training images. `seed` also determines which training images are held out for validation. By
+    default the models are not fine-tuned. If the data have only some of the model's classes, a fine-tuned model forgets
+    the other classes, so every method would seem to gain accuracy. A constrained CP SlimAtt is trained for `epochs`
+    before its fine-tuning. `ema` is the decay of the moving average of the weights. Costs are always computed for the
+    named model, even if a `tiny` model is measured.
     """
 
     kind: ClassVar[str] = "irratt"
@@ -179,7 +180,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         return replace(self, tiny=True, epochs=0, batch_size=16, calibration_images=32)
 
     def original(self, folder: Path, log: Log) -> nn.Module:
-        """Loads the pre-trained original, or trains an original once in a folder that all runs share."""
+        """Loads the pre-trained original, or trains one original that all runs share in a common folder."""
         if self.tiny:
             return sources.tiny_twin(self._outline(), self.seed)
         if self.model is not None:
@@ -248,7 +249,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         return frozenset(rule for rule, _, _ in keys)
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Computes the costs of the requested methods, and measures all methods whose training is not disabled."""
+        """Computes the costs of the requested methods, and measures all that need no training or can be trained."""
         model = self.original(folder, log)
         splits = self.splits(model)
         calibration = first_images(splits.train, self.calibration_images)

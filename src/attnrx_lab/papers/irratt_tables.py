@@ -82,7 +82,7 @@ TITLES = {"full": "original", "truncatt": "TruncAtt", "cp": "CP", "irratt": "Irr
 
 
 def method_rows(title: str, experiment: IrrattExperiment, directions: int) -> tuple[Row, ...]:
-    """Returns one row per method of an experiment. `directions` is the number of directions in a layer."""
+    """Returns one table row for each method of an experiment. `directions` is the number of directions in a layer."""
     return tuple(
         Row(f"{title}, {label(method, directions)}", experiment.scenario, method.name) for method in experiment.methods
     )

@@ -30,7 +30,7 @@ class KeptPatchesExperiment(DerivedExperiment):
     shown: int = 6
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Makes the model, and draws its patches.
+        """Makes the model, and draws which patches it keeps.
 
         Raises:
             NotSupported: Matplotlib is not installed. The method checks this before any training.

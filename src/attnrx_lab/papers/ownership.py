@@ -1,4 +1,4 @@
-"""IrrAtt's training constraint (Eq. 7) that strengths are nonnegative and one head owns each shared direction."""
+"""IrrAtt's training constraint (Eq. 7): strengths are nonnegative, and each shared direction has one owner head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from attnrx_lab.shared_attention import SharedForm
 
 @dataclass(frozen=True)
 class FusionOwnership(Loss):
-    """Penalizes shared directions that several heads use, instead of the constraint S S^T = I (IrrAtt, Eq. 7).
+    """Penalizes shared directions that several heads use, in place of the constraint S S^T = I (IrrAtt, Eq. 7).
 
     The penalty of a direction is (sum of |s|)^2 / (sum of s^2) - 1 over its strengths s in all heads. The penalty is 0
     if and only if one head uses the direction, and heads - 1 if all heads use it equally. The loss is the mean over the
@@ -38,7 +38,7 @@ class FusionOwnership(Loss):
 
 @contextmanager
 def nonnegative_fusion(model: nn.Module) -> Iterator[None]:
-    """Projects a model's fusion matrices onto the constraint set after every optimizer step inside the context.
+    """Projects a model's fusion matrices onto the set of allowed matrices after each optimizer step in the context.
 
     Training inside the context is therefore projected gradient descent. A reparametrization (e.g. by squares) would
     also keep the values nonnegative, but values at zero would receive no gradient.

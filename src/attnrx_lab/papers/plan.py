@@ -38,7 +38,7 @@ BACKWARD = 3  # a step costs three forward passes, because the backward pass cos
 
 @dataclass(frozen=True)
 class Training:
-    """One training in a plan. `macs` is the training cost per image, including the backward pass and teachers.
+    """One training in a plan. `macs` is the cost of training on one image, including the backward pass and teachers.
 
     `images` is the number of images per epoch, or None if this number is unknown before the data are loaded.
     """
@@ -79,7 +79,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """The runs of one or several recipes, and their deviations from the papers' protocols."""
+    """The runs that one or several recipes need, and how they deviate from the papers' protocols."""
 
     recipes: tuple[str, ...]
     runs: tuple[PlannedRun, ...]
@@ -145,7 +145,7 @@ def training_images(dataset: str, held_out: float) -> int | None:
 
 
 def fewer(images: int | None, most: int | None) -> int | None:
-    """Returns the smaller of `images` and `most`. `images=None` means unknown, and `most=None` means no limit."""
+    """Returns `images`, but at most `most`. `images=None` means that it is unknown, and `most=None` means no limit."""
     return images if most is None else min(most, most if images is None else images)
 
 

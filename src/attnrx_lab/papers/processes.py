@@ -35,7 +35,7 @@ def shared_lock(folder: Path) -> Iterator[None]:
 
 
 def agreed(decision: T) -> T:
-    """Returns the first process's decision in every process. All processes wait for the first process here."""
+    """Returns the decision of the first process in all processes, which wait here for the first process."""
     if _several():
         return required_module("accelerate.utils", "train", "several processes").broadcast_object_list([decision])[0]
     return decision

@@ -17,7 +17,7 @@ _PRINTED = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table, with the results of one rule in one scenario. A row without a rule has only printed numbers.
+    """One line of a table: the results of one rule or method in one scenario, or, without a rule, only printed numbers.
 
     `line` is the part of the label that this row shares with rows of other scenarios.
     """
@@ -30,14 +30,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, which shows one quantity of one realization (e.g. the masked model), times `factor`.
+    """A column of a table, which shows one quantity of one kind of realized model (e.g. masked), times `factor`.
 
     Use `factor=-1` if the paper prints a loss as a positive number. With `decimals=None`, numbers have three
     significant digits. An `exact` quantity follows from the paper's shapes, so it does not depend on training, data or
-    seeds. `null` is the value for a candidate that equals its reference. A measured interval that includes `null`
-    cannot confirm a different printed number. If `against` is the `line` of another row in the scenario, the column
-    shows the difference from this row. The difference is paired by seed and by groups of images, so the quantity needs
-    samples for these groups.
+    seeds. `null` is the value of the quantity if the compressed model equals its reference. A measured interval that
+    includes `null` cannot confirm a different printed number. If `against` is the `line` of another row in the
+    scenario, the column shows the difference from this row. The difference is paired by seed and by groups of images,
+    so the quantity needs samples for these groups.
     """
 
     key: str
@@ -65,7 +65,7 @@ class Expected:
     def of(cls, printed: Any) -> "Expected":
         """Parses the paper's text, e.g. `+1.37 pp`.
 
-        The range extends half a unit of the last digit to either side. `<0.01` means the range from 0 to 0.01.
+        The range extends by half a unit of the last digit to either side. `<0.01` means the range from 0 to 0.01.
 
         Raises:
             InvalidInput: The text is not a printed number.
@@ -112,6 +112,6 @@ class Recipe:
         return len(self.seeds) if self.states_seeds else 1
 
     def keys(self, scenario: str) -> frozenset[MeasureKey]:
-        """Returns the numbers that the rows of a scenario show."""
+        """Returns the rule, kind and quantity of every number that the rows of a scenario show."""
         rules = [row.rule for row in self.rows if row.scenario == scenario and row.rule is not None]
         return frozenset((rule, column.kind, column.quantity) for rule in rules for column in self.columns)

@@ -97,7 +97,7 @@ def plan_recipes(
     folder: str | Path = "runs",
     **knobs: Any,
 ) -> RecipePlan:
-    """Returns what `reproduce` would train with these arguments, and how long it would take on one H100.
+    """Returns the trainings that `reproduce` would run with these arguments, and how long they would take on one H100.
 
     The function does not load, train or write anything.
 
@@ -118,7 +118,7 @@ def plan_recipes(
 
 
 def _requested(names: str | Sequence[str], only: str | Sequence[str] | None) -> tuple[list[Recipe], tuple[str, ...]]:
-    """Returns the recipes and the requested scenarios, or all scenarios if `only` is None.
+    """Returns the recipes, and the scenarios in `only` or, if `only` is None, all their scenarios.
 
     Raises:
         UnknownName: There is no such recipe, or no recipe has such a scenario.

@@ -1,4 +1,4 @@
-"""SPOT's loss on the tokens of LV-ViT."""
+"""The loss by which SPOT compares the tokens of LV-ViT with a teacher's tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,9 +13,10 @@ from attnrx.vit.models import reduction_of
 
 @dataclass(frozen=True)
 class TokenSimilarity(TeacherLoss):
-    """One minus the mean cosine similarity of the kept patches' last-layer tokens to the teacher's (SPOT, Eq. 14).
+    """One minus the mean cosine similarity of the kept patches' final tokens in model and teacher (SPOT, Eq. 14).
 
-    The teacher must have the same patches and width. SPOT uses this loss with weight 10 for LV-ViT, but not for DeiT.
+    The teacher must have the same number of patches and the same width as the model. SPOT uses this loss with weight 10
+    for LV-ViT, but not for DeiT.
     """
 
     reads_features: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Loads the model shapes and the data that experiments need, or tiny replacements for both."""
+"""Loads the data and the models (with or without weights) that experiments need, or tiny replacements for both."""
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
@@ -21,7 +21,7 @@ SIZES = {"train": 96, "validation": 32, "test": 64}
 
 @lru_cache(maxsize=8)  # creating an outline takes longer than a tiny run, and many runs need the same one
 def outline_of(model: str) -> nn.Module:
-    """Builds a model without weights on the meta device, or loads it if its shapes are stored only in its files."""
+    """Builds a model without weights on the meta device. If only its files describe its shapes, the model is loaded."""
     library, colon, _ = model.partition(":")
     # The shapes of a saved folder or a Hugging Face checkpoint are in its files.
     if not colon or library == "hf" or Path(model).exists():
@@ -31,7 +31,7 @@ def outline_of(model: str) -> nn.Module:
 
 
 def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
-    """Returns a small attnrx model with random weights and the same number of heads as the outline."""
+    """Returns a small attnrx model with random weights, and with as many heads as the model `outline`."""
     heads = len(family_of(outline).attention(outline)[0].spec.heads)
     return build_model(
         "dense:cifar10",
@@ -47,7 +47,7 @@ def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
 
 @dataclass(frozen=True)
 class DatasetExperiment(Experiment):
-    """An experiment with one original and one dataset.
+    """An experiment with one original model and one dataset.
 
     `subject` is the name of the original. `model` and `weights` are passed to `load`. If `model` is None, the original
     is one of `spot.ORIGINALS`, which is trained first. `dataset`, `label_column` and `test_column` are passed to
@@ -109,7 +109,7 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
 
 
 def generated_objects(split: str, classes: int, patches: int) -> Bool[Tensor, "images patches"]:
-    """Returns a mask of the bright square in the images of `generated_splits`, with `patches` patches per side."""
+    """Returns which of `patches` x `patches` patches the bright square covers in each image of `generated_splits`."""
     half = patches // 2
     masks = torch.zeros(SIZES[split], patches, patches, dtype=torch.bool)
     for number, mask in enumerate(masks):

@@ -1,4 +1,4 @@
-"""The SPOT experiment, which fine-tunes a token-pruning model with the paper's losses and measures the result."""
+"""The SPOT experiment, which fine-tunes a token-pruning model with the paper's losses and measures the model."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -49,7 +49,7 @@ QUARTERS = (1, 2, 3)  # a pruning stage follows each of these quarters of the de
 
 @dataclass(frozen=True)
 class TokenMethod:
-    """A token reduction method with one keep ratio for all three stages. `reducer=None` keeps all tokens.
+    """A token reduction method that has the same keep ratio in all three stages. `reducer=None` keeps all tokens.
 
     As in the paper, a stage runs after each of the first three quarters of the depth. In a model with 12 layers, the
     stages run before layers 4, 7 and 10. With 16 layers, they run before layers 5, 9 and 13. If `trained` is false, the
@@ -123,11 +123,11 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SmallOriginal:
-    """A small original model with a class token, which is not pre-trained but trained once for all rows.
+    """A small original model with a class token, which is not pre-trained. It is trained once for all rows of a table.
 
     The model is an LV-ViT without token labels, because its convolutional stem learns faster than a plain patch
-    embedding. Its weights are initialized with a standard deviation of 1 / sqrt(inputs). The usual value of 0.02 is
-    meant for wide models, and narrow models learn more slowly with it.
+    embedding. The standard deviation of its initial weights is 1 / sqrt(inputs). The usual value of 0.02 is meant for
+    wide models, and makes narrow models learn more slowly.
     """
 
     image_size: int = 32
@@ -176,10 +176,10 @@ class SmallOriginal:
 
 @dataclass(frozen=True)
 class PlainOriginal(SmallOriginal):
-    """A plain timm ViT for grey images, whose patch embedding uses only the pixels of one patch per token.
+    """A plain timm ViT for grey images, which embeds every patch from the pixels of this patch alone.
 
-    A model that prunes an object's patches therefore cannot recover the object from the embeddings of the neighbouring
-    patches. With a convolutional stem it could.
+    So if a model prunes the patches of an object, it cannot recover the object from the embeddings of neighbouring
+    patches. With a convolutional stem, it could.
     """
 
     def _initialized(self, scale: Normalization | None) -> nn.Module:
@@ -212,7 +212,7 @@ def outline_for(model: str | None, subject: str) -> nn.Module:
 
 
 def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "images"]) -> Finding:
-    """Returns the mean top-1 accuracy over groups of images, with each group's accuracy, sorted by group number."""
+    """Returns a finding with every group's top-1 accuracy, in the order of group numbers, and their mean."""
     _, numbers = groups.unique(return_inverse=True)  # 0, 1, ... in the order of the groups' numbers
     totals = torch.zeros(int(numbers.max()) + 1, dtype=torch.float64)
     hits = totals.scatter_add(0, numbers, correct.double())
@@ -228,7 +228,7 @@ class FineTuning:
 
     The optimizer is AdamW with a cosine schedule. With `task`, the loss also uses the labels. `similarity` is the
     weight of Eq. 14, which is 0 for DeiT and 10 for LV-ViT. Predictors learn at `predictor_factor` times the learning
-    rate. By default labels are not smoothed and gradients are not clipped, because the paper states neither. `images`
+    rate. By default labels are not smoothed and gradients are not clipped, because the paper mentions neither. `images`
     is the largest number of training images, or None to use all of them.
     """
 
@@ -250,10 +250,10 @@ class SpotExperiment(sources.DatasetExperiment):
     """Prunes the tokens of one model by one method, fine-tunes the model if the method is trained, and measures it.
 
     A small original is trained once for all methods and seeds of the subject. The seed determines the initial
-    predictors, the order of the images and the masks in training. The set of images is the same for all seeds. The
-    model is measured on `test_images` test images, paired with the original. If the patches of the objects are known,
-    the experiment also measures how many of these patches remain. Costs are always computed for the named model, even
-    if a `tiny` model is measured.
+    predictors, the order of the images and the sampled masks in training. The set of images is the same for all seeds.
+    The model is compared with the original on the same `test_images` test images. If the data state which patches
+    contain the object, the experiment also measures how many of these patches remain. Costs are always computed for the
+    named model, even if a `tiny` model is measured.
     """
 
     kind: ClassVar[str] = "spot"
@@ -285,7 +285,7 @@ class SpotExperiment(sources.DatasetExperiment):
 
     @property
     def made(self) -> SmallOriginal | None:
-        """The original model that this experiment trains, or None if the original is pre-trained."""
+        """The small original that this experiment trains, or None if the original is pre-trained."""
         if self.tiny:
             return TINY
         return ORIGINALS[self.subject] if self.model is None else None
@@ -371,7 +371,7 @@ class SpotExperiment(sources.DatasetExperiment):
         }
 
     def original(self, splits: Splits | None, folder: Path, log: Log) -> tuple[nn.Module, str]:
-        """Returns the original model, and the name or folder from which the losses load it as teacher.
+        """Returns the original model, and the name or folder from which the losses load this model as teacher.
 
         If the original is not pre-trained, it is trained once on `splits`, or on newly loaded data if `splits` is None.
 
@@ -433,7 +433,7 @@ class SpotExperiment(sources.DatasetExperiment):
 
 @dataclass(frozen=True)
 class DerivedExperiment(SpotExperiment):
-    """An experiment on the model of a SPOT run, without further training. A missing run is executed first.
+    """An experiment on the model of a SPOT run, without further training. A run that does not exist is executed first.
 
     `tuned` is the folder of a fine-tuned model to use instead of the run's model.
     """

@@ -36,12 +36,12 @@ def untrained(method: TokenMethod) -> TokenMethod:
 
 
 def projected(features: int) -> TokenMethod:
-    """Returns SPOT with `features` token features (Figure 5)."""
+    """Returns the SPOT method whose predictor uses `features` projected token features (Figure 5)."""
     return TokenMethod(f"spot-projected-{features}", f"spot(projected={features})")
 
 
 def projections(width: int) -> tuple[Line, ...]:
-    """Returns the table lines for SPOT's Figure 5, with their controls, for a model of this width."""
+    """Returns the table lines for SPOT's Figure 5 and the controls, for a model of this width."""
     return (
         ("as many token features as the width", SPOT),
         *((f"1/{divisor}", projected(width // divisor)) for divisor in (2, 4, 8, 16)),
@@ -58,7 +58,7 @@ def at(method: TokenMethod, ratio: float) -> TokenMethod:
 
 
 def lines_by_subject(lines: Sequence[Line], subjects: Sequence[str] | None = None) -> dict[str, tuple[Line, ...]]:
-    """Returns the table lines of each subject (by default ABLATED), with a lower keep ratio on cluttered digits."""
+    """Returns the table lines for each subject (by default in ABLATED). On cluttered digits the keep ratio is lower."""
     testbed = tuple((label, method and at(method, TESTBED_RATIO)) for label, method in lines)
     return {subject: testbed if subject == TESTBED else tuple(lines) for subject in subjects or ABLATED}
 
@@ -180,7 +180,7 @@ def spot_recipe(
 
 
 def on_corrupted(recipe: Recipe) -> Recipe:
-    """Returns a recipe with the same rows, measured on corrupted images."""
+    """Returns a recipe with the same rows, in which the models are measured on corrupted images."""
     return replace(
         recipe,
         protocol=tuple(CorruptedExperiment.of(each) for each in recipe.protocol if isinstance(each, SpotExperiment)),

@@ -65,13 +65,13 @@ DIAGNOSED = 512  # images for the diagnosis, and not more, because this experime
 class SvdaExperiment(Experiment):
     """Trains one SVDA model on one dataset with one seed, prunes it by every rule, and measures the results.
 
-    Epochs, batch size and seeds are the paper's for 32x32 images (SVDA, Table 4). Training settings that the paper does
-    not state are `TrainingConfig`'s defaults. `draws` (the number of random controls) and the numbers of images are our
-    choices. `strength_init` is the initial value of the strengths, and `strength_learning_rate` multiplies their
-    learning rate. `train_images` limits the training images, and `test_images` limits the validation and the test
-    images. `control_images` limits the test images for the controls. With None, the whole split is used. `dataset` is
-    the location of the images. It is needed only if `load_data` cannot find the images by the subject's name. The
-    images in `dataset` are resized and normalized like the subject's images.
+    The default epochs, batch size and seed are the paper's for 32x32 images (SVDA, Table 4). Training settings that the
+    paper does not state are `TrainingConfig`'s defaults. `draws` (the number of random controls) and the numbers of
+    images are our choices. `strength_init` is the initial value of the strengths, and `strength_learning_rate`
+    multiplies their learning rate. `train_images` limits the training images, and `test_images` limits the validation
+    and the test images. `control_images` limits the test images for the controls. A limit of None means that the whole
+    split is used. `dataset` is the location of the images. It is needed only if `load_data` cannot find the images by
+    the name `subject`. The images in `dataset` are resized and normalized like the published images of `subject`.
     """
 
     kind: ClassVar[str] = "svda"
@@ -129,7 +129,7 @@ class SvdaExperiment(Experiment):
         return splits
 
     def images(self) -> Splits:
-        """Returns the images of this run, limited to the numbers in the settings."""
+        """Returns the images of this run, limited to the numbers of images in the settings."""
         splits = self.splits()
         return replace(
             splits,
@@ -139,7 +139,7 @@ class SvdaExperiment(Experiment):
         )
 
     def model(self, splits: Splits) -> nn.Module:
-        """Returns a new model with the normalization of the data."""
+        """Returns a new, untrained model that has the normalization of the data."""
         changes = {**TINY_MODEL, "classes": TINY_CLASSES} if self.tiny else {}
         scale = splits.normalization
         return build_model(f"svda:{self.subject}", seed=self.seed, mean=scale.mean, std=scale.std, **changes)
@@ -175,7 +175,7 @@ class SvdaExperiment(Experiment):
         return frozenset(f"{rule}/{part}" for rule, kind, quantity in keys for part in _parts(kind, quantity))
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Trains, diagnoses, prescribes, realizes and measures the requested pieces of evidence.
+        """Trains and diagnoses the model, and then prunes and measures it as the requested stages require.
 
         Checkpoints are stored in `train/`, so an interrupted training continues from its last checkpoint.
         """
@@ -228,7 +228,7 @@ class _Bench:
     comparison: Comparison
 
     def examined(self, rule: Rule, folder: Path, parts: Collection[str], log: Log) -> dict[str, Any]:
-        """Measures one rule, and returns its numbers by realization, or an empty dict if the rule removes nothing.
+        """Measures one rule, and returns its numbers by kind of realization (empty if the rule removes nothing).
 
         `parts` are the names of the evidence files to make.
         """
@@ -260,7 +260,7 @@ class _Bench:
             yield f"{CONTROLS}{kind}", partial(self._controlled, prescription, kind)
 
     def _measured(self, prescription: Prescription, kind: str, masked: Callable[[], nn.Module]) -> Evidence:
-        """Measures accuracy, fidelity and costs of one realization. Checks the theorems' bounds on the masked model."""
+        """Measures accuracy, fidelity and costs of one realization, and for the masked model the theorems' bounds."""
         candidate = masked() if kind == "mask" else self._realized(prescription, kind)
         comparison = replace(self.comparison, candidate=candidate, masked=masked(), prescription=prescription)
         bounds = [Bounds(images=16 if self.experiment.tiny else 256)] if kind == "mask" else []

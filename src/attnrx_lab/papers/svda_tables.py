@@ -22,7 +22,7 @@ RHO_ROWS = tuple(Row(f"rho = {rho}", "cifar10", f"rho-{rho}") for rho in ("0.85"
 
 
 def over_kinds(key: str, title: str, quantity: str, unit: str = "", kinds: tuple[str, ...] = ()) -> tuple[Column, ...]:
-    """Returns a column of one quantity for every realization."""
+    """Returns one column for each kind of realization. All columns show the same quantity."""
     return tuple(
         Column(key.format(kind), title.format(kind), kind, quantity, unit, 2 if unit else None)
         for kind in kinds or ("mask", "renormalized", "refit")

@@ -65,8 +65,8 @@ class Cell:
 class ReproducedTable:
     """A table of a paper, reproduced with our own runs. `rows` are the labels of the rows that were run.
 
-    `deviations` lists everything that differs from the paper. `notes` describes how data were loaded and models were
-    trained. `samples` contains the seeds and the number of test images of every scenario.
+    `deviations` lists everything that differs from the paper. `notes` describes how the data were loaded and how the
+    models were trained. `samples` contains the seeds and the number of test images of every scenario.
     """
 
     recipe: Recipe
@@ -79,7 +79,7 @@ class ReproducedTable:
 
     @property
     def verdicts(self) -> dict[str, int]:
-        """How many of the paper's numbers have each verdict."""
+        """The number of the paper's numbers that have each verdict."""
         verdicts = [cell.verdict for cell in self.cells]
         return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
@@ -216,7 +216,7 @@ def _measured(runs: Sequence[Run], row: Row, column: Column) -> tuple[list[float
 def _differences(
     runs: Sequence[Run], row: Row, column: Column, rows: Sequence[Row]
 ) -> tuple[list[float], Estimate | None]:
-    """Returns each seed's mean difference from the row `column.against`, and the interval over seeds and images."""
+    """Returns each seed's mean difference from the row `column.against`, and an interval over seeds and images."""
     other = next((each for each in rows if (each.scenario, each.line) == (row.scenario, column.against)), None)
     if other is None or other == row:
         return [], None
@@ -235,7 +235,7 @@ def _differences(
 
 
 def _measures(runs: Sequence[Run], row: Row, column: Column) -> list[tuple[int, Measure]]:
-    """Returns (seed, measure) pairs for the runs in which the row's rule was measured."""
+    """Returns the (seed, measure) pairs of all runs in which the row's rule was measured."""
     runs_of_scenario = (run for run in runs if row.rule is not None and run.experiment.scenario == row.scenario)
     measures = (
         (run.experiment.seed, run.measure(row.rule or "", column.kind, column.quantity)) for run in runs_of_scenario
@@ -265,7 +265,7 @@ def _cell(
 
 
 def _verdict(expected: Expected, predicted: tuple[float, float], null: float) -> str:
-    """Compares the predicted interval with the paper's number, and returns the verdict.
+    """Returns the verdict, which is the result of comparing the predicted interval with the paper's number.
 
     The verdict is "off" if no value that rounds to the printed number lies in the predicted interval. The verdict is
     "undecided" if the interval includes the null value (no effect) but the printed number's range does not. Such runs
@@ -286,12 +286,12 @@ def _number(value: float, column: Column, unit: str = "") -> str:
 
 
 def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
-    """Returns the mean over runs and groups of images with its t interval, treating both as random samples.
+    """Returns the mean over runs and groups of images with its t interval. Both are treated as random samples.
 
-    The variance of the mean times the number of values is MS(runs) + max(MS(groups) - MS(residual), 0), where MS is a
-    mean square. The degrees of freedom follow Hillis (2007, Statistics in Medicine 26, Section 3), who analyses several
-    readers of the same cases. Our runs correspond to his readers, and our groups of images to his cases. With one run
-    the interval covers only the variation between groups.
+    The variance of the mean is MS(runs) + max(MS(groups) - MS(residual), 0), divided by the number of values, where MS
+    is a mean square. The degrees of freedom follow Hillis (2007, Statistics in Medicine 26, Section 3), who analyses
+    several readers of the same cases. Our runs correspond to his readers, and our groups of images to his cases. With
+    one run the interval covers only the variation between groups.
     """
     values = values.double()
     # A two-way analysis of variance without replication has runs, groups, and their interaction (the residual).

@@ -19,7 +19,7 @@ from attnrx_lab.papers.spot import TINY, TokenMethod, token_price
 
 @dataclass(frozen=True)
 class ThroughputExperiment(Experiment):
-    """Times forward passes of all methods' models on one batch of noise images. The models take turns.
+    """Times the forward passes of one model per method on the same batch of noise images. The models take turns.
 
     The models have random weights. Weights decide which tokens are pruned but not how many, so they do not change the
     amount of computation. `faster` is the original model's time divided by the pruned model's time.

@@ -58,7 +58,7 @@ class TransferExperiment(DerivedExperiment):
     def transferred(self) -> Splits:
         """Loads the target's images at the model's input size. A tiny run generates images instead.
 
-        All images except the test images are for training.
+        All images except the test images are used for training.
 
         Raises:
             DataError: The images are missing, or the number of classes differs from the published number.
@@ -85,7 +85,7 @@ class TransferExperiment(DerivedExperiment):
         return (*super().trainings(), Training(name, self.head_epochs, images, BATCH_SIZE, macs, "fp32"))
 
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
-        """Trains a new head on each frozen model with the target's images, and measures the accuracy of both models."""
+        """Trains a new head for each of the two frozen models on the target's images, and measures both accuracies."""
         splits = self.transferred()  # loaded first, so that nothing is trained if they are missing
         original, candidate = self.models(folder, log)
         adapted = adapt_preprocessing(splits, original)
@@ -116,7 +116,7 @@ class TransferExperiment(DerivedExperiment):
 
 
 def joined(splits: Splits) -> LoadedImages:
-    """Returns one dataset of the training images and, if they are stored, the validation images."""
+    """Returns one dataset with the training images and, if there are any, the separate validation images."""
     first, second = splits.train, splits.validation
     assert isinstance(first, LoadedImages)  # all images here come from `load_data`
     if not isinstance(second, LoadedImages):

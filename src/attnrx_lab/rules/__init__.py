@@ -1,4 +1,4 @@
-"""Pruning rules from papers: SVDA's rules, directions that heads share (IrrAtt), controls, and rarely needed rules.
+"""Pruning rules from papers: SVDA's rules, IrrAtt's rules for shared directions, controls, and rarely needed rules.
 
 attnrx imports this package through the entry points of the group `attnrx.parts`. The import happens when you name a
 rule or a loss as text, or when you diagnose a model.

@@ -26,17 +26,18 @@ def control_prescriptions(
 ) -> dict[str, tuple[Prescription, ...]]:
     """Returns matched controls by kind: `draws` random controls, and one control of every other kind.
 
-    A control selects new directions for every map that has a rule in the prescription. The control keeps the same
-    number of directions in each head and map ("uniform": in each layer and map). So every layer has exactly the same
-    MACs and parameters. The token policy stays the same. If a map other than "heads" has a rule, the control removes
-    the same heads as the prescription. If only "heads" has a rule, the control removes the same number of heads, but
-    selects other heads. If the prescription has no rule but a token policy, the control keeps the same number of random
-    patches at every stage. If the policy adds a fused token, the control also adds one. So every layer has the same
-    costs as with the prescription. The control has no predictors, because random selection does not need them.
+    A control selects new directions for every map (e.g. "qk" or "fc1") that has a rule in the prescription. It keeps
+    the same number of directions as the prescription in each head and map ("uniform": in each layer and map). So every
+    layer has exactly the same MACs and parameters. The token policy stays the same. If a map other than "heads" has a
+    rule, the control removes the same heads as the prescription. If only "heads" has a rule, the control removes the
+    same number of heads, but selects other heads. If the prescription consists only of a token policy, the control
+    keeps the same number of patches at every stage, but selects them at random. If the policy adds a fused token, the
+    control also adds one. So every layer has the same costs as with the prescription. The control has no predictors,
+    because random selection does not need them.
 
-    The kinds "largest" and "uniform" do not exist for tokens and for directions that all heads share. They also need
-    strengths that rank the directions. Dense attention has none unless the rule rewrites the scores. By default,
-    "uniform" is also omitted if it equals the prescription, e.g. if only fc1 and fc2 have rules.
+    The kinds "largest" and "uniform" do not exist for tokens, nor for directions that all heads share. They also need
+    strengths that rank the directions. Dense attention has such strengths only if the rule rewrites the scores. By
+    default, "uniform" is also omitted if it equals the prescription, e.g. if only fc1 and fc2 have rules.
 
     Args:
         diagnosis: The diagnosis of the model.

@@ -30,8 +30,8 @@ Ranks = tuple[int, ...]
 class DivergenceRank(TotalRank):
     """Keeps the same number of directions as `total_rank`, with ranks that minimize the KL divergence of attention.
 
-    A dynamic program divides the total number among the heads. Before you use the rule, call `measure_divergence` with
-    the rule's metric, which adds the divergences to the diagnosis.
+    Dynamic programming divides the total number of directions among the heads. Before you use the rule, call
+    `measure_divergence` with the rule's metric. It adds the divergences to the diagnosis.
     """
 
     def allocated(
@@ -55,8 +55,8 @@ def measure_divergence(
     """Adds the reading divergence_METRIC [heads, directions + 1] to a diagnosis, in one more pass over the images.
 
     Column r is the mean over queries of KL(attention || attention with only the first r directions), in nats. `metric`
-    orders the directions. The last column is zero up to rounding. The rule `DivergenceRank` minimizes the sum of these
-    divergences.
+    determines the order of the directions. The last column is zero up to rounding. The rule `DivergenceRank` minimizes
+    the sum of these divergences.
 
     Args:
         model: The model whose attention is measured.
@@ -105,7 +105,7 @@ def measure_divergence(
 
 
 def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
-    """Returns the KL divergence at every rank for one batch, by adding one direction after another to the scores."""
+    """Returns one batch's KL divergence at every rank. The function adds one direction after another to the scores."""
     # The step from rank r to r + 1 adds one outer product to a head's scores. So the loop computes directions + 1
     # softmaxes, but no matrix products.
     dtype = torch.promote_types(observation.query.dtype, torch.float32)
@@ -128,12 +128,12 @@ def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) 
 
 
 def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
-    """Returns the ranks of all units that sum to `total` and minimize the sum of `loss[unit, rank]`.
+    """Returns one rank per unit, so that the ranks sum to `total` and minimize the sum of `loss[unit, rank]`.
 
     This allocation is a multiple-choice knapsack problem. Dynamic programming over the total rank of the first units
-    solves the problem exactly. The losses need not be monotone, but must be additive, such as KL divergence in nats.
-    `loss` has one column per rank, from 0 to the number of directions. If several allocations are optimal, the function
-    prefers larger ranks in the first units.
+    solves the problem exactly. A unit's loss need not fall with its rank, but the losses of different units must be
+    additive, such as KL divergences in nats. `loss` has one column per rank, from 0 to the number of directions. If
+    several allocations are optimal, the function prefers larger ranks in the first units.
 
     `multiple`, `minimum` and the errors are as in `water_fill`.
 
@@ -150,7 +150,7 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
 
 
 def _cheapest(loss: np.ndarray, budget: int) -> list[int]:
-    """Returns each unit's number of steps, which sum to `budget` and minimize the sum of `loss` [units, steps + 1]."""
+    """Returns one number of steps per unit. They sum to `budget` and minimize the sum of `loss` [units, steps + 1]."""
     # best[b] is the smallest loss of the units so far with b steps in total. Each unit replaces it by the minimum of
     # best[b - t] + loss[t] over its steps t. The choices are stored, and then followed backwards from best[budget].
     widest = loss.shape[1] - 1

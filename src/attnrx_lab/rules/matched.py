@@ -1,4 +1,4 @@
-"""Controls for a rule. They keep as many directions per head or layer as the rule, but choose other directions."""
+"""Controls for a rule, which keep as many directions per head or layer as the rule, but choose other directions."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,14 +15,15 @@ from attnrx.vit.spec import Spectrum
 
 @dataclass(frozen=True)
 class RandomMatched(Rule):
-    """Keeps the same number of directions of each head as `rule` does, but draws them at random.
+    """Keeps as many directions of each head as `rule` does, but draws them at random.
 
     A random draw depends only on the seed, the layer and the head's index in the original model. The control does not
     change strengths, even if `rule` changes them.
 
-    If all heads already share their directions, the control permutes the directions that `rule` keeps. So the total
-    number of directions and the number in every head stay the same. If `rule` creates shared directions, the control
-    draws the same number of directions from the heads at random, and shares them in the same form.
+    If all heads already share their directions, the control applies the same random permutation to every head's
+    selection of directions. So the total number of directions and the number in every head stay the same. If `rule`
+    creates shared directions, the control draws the same number of the heads' own directions at random, and stores them
+    in the same shared form.
     """
 
     rule: Rule
@@ -43,7 +44,7 @@ class RandomMatched(Rule):
         return keep_only(spectrum, largest(scores, spectrum.used, matched.keep.sum(-1)), notes)
 
     def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
-        """Draws as many directions at random as `matched` shares. Each is used only by the head it came from."""
+        """Draws as many directions at random as `matched` shares. Only the head that a direction came from uses it."""
         heads, directions = spectrum.strength.shape
         rank, used_indices = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
         sample = used_indices[self._draw(f"{self.seed}/{layer}", len(used_indices)).argsort()[:rank].sort().values]
@@ -71,7 +72,7 @@ class RandomMatched(Rule):
 
 @dataclass(frozen=True)
 class LargestMatched(Rule):
-    """Removes the same number of directions of each head as `rule` does, but the strongest first.
+    """Removes as many directions of each head as `rule` does, but the strongest ones.
 
     If the strengths rank directions correctly, this control degrades the model more than `rule`. The control needs
     learned strengths and does not change them.
@@ -91,7 +92,7 @@ class LargestMatched(Rule):
 
 @dataclass(frozen=True)
 class UniformMatched(Rule):
-    """Keeps the same number of directions per layer as `rule` does, but gives all heads the same rank.
+    """Keeps as many directions in each layer as `rule` does, but gives all heads the same rank.
 
     Comparing `rule` with this control shows the benefit of choosing a rank per head. Each head keeps its strongest
     directions. If the total is not divisible by the number of heads, the heads whose next direction is strongest keep

@@ -30,7 +30,7 @@ def rank_among(value: int | float, total: int) -> int:
 
 @dataclass(frozen=True)
 class JointMoments(Diagnostic):
-    """Returns query_joint_gram and key_joint_covariance, both [heads, directions, heads * directions].
+    """Returns the readings query_joint_gram and key_joint_covariance, both [heads, directions, heads * directions].
 
     The joint moments are computed like query_gram and key_covariance, but for the concatenated rows of all heads. Rules
     for shared directions need them for the metric "centered".
@@ -46,7 +46,7 @@ class JointMoments(Diagnostic):
 def _joint_grams(
     rows: Float[Tensor, "batch tokens heads directions"],
 ) -> Float[Tensor, "batch heads directions features"]:
-    """Returns the second moment of all heads' concatenated rows for every image, averaged over the tokens."""
+    """Returns every image's second moment of the concatenated rows of all heads, averaged over the tokens."""
     # Treats all heads as one head of `heads * directions` features, then splits the rows of its moment by head.
     heads = rows.shape[2:]
     return query_grams(rows.flatten(2).unsqueeze(2)).squeeze(1).unflatten(1, heads)
@@ -56,9 +56,9 @@ class JointForm:
     """A layer's query-key tensor Y[:, :, h] = query_h^T key_h in a metric. `basis` turns its factors into directions.
 
     With the metrics "weights" and "augmented", the first two modes of the tensor are the features of a token. The
-    metric "augmented" appends a 1 to the query features to represent the query bias. The metric "centered" uses the
-    square roots of two second moments instead: one of all heads' queries, and one of all heads' centred keys. If
-    queries and keys are independent, the squared norm of this tensor equals the mean square of the centred scores.
+    metric "augmented" appends a 1 to the query features to represent the query bias. The metric "centered" instead uses
+    the square roots of two second moments: one of the queries of all heads, and one of the centred keys of all heads.
+    If queries and keys are independent, the squared norm of this tensor equals the mean square of the centred scores.
     """
 
     def __init__(self, layer: LayerDiagnosis, metric: str):
@@ -87,7 +87,7 @@ class JointForm:
     def basis(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"]
     ) -> tuple[Float[Tensor, "1 rank stacked"], Float[Tensor, "1 rank stacked"]]:
-        """Returns the coefficients that express these factors as linear combinations of all heads' stacked rows."""
+        """Returns the coefficients that express the factors as linear combinations of the stacked rows of all heads."""
         return _combination(self.query, left), _combination(self.key, right)
 
 
@@ -108,14 +108,14 @@ def _combination(rows: Float[Tensor, "heads directions features"], factor: Tenso
 class SharedRank(Rule):
     """Rewrites a layer's scores in `rank` directions that all heads share (IrrAtt, Eqs. 3 and 4).
 
-    `rank` is an integer, or a share of all directions of the layer. `form` selects how the query-key tensor is
-    decomposed. "cp" uses alternating least squares. "epc" adds an error-preserving correction, which limits the size of
-    the terms (CPD-EPC). "cp" and "epc" first run least squares from two starts: water-filling, and random terms (drawn
-    with `seed`). They continue from the result with the smaller error. The terms are realized in the shared form (CP
-    SlimAtt). "literal" computes a block-term decomposition, BTD-(L, L, 1), exactly as printed in IrrAtt's Algorithms 1
-    to 3. The directions then form blocks, and each block has one strength per head. Block terms are realized in the
-    mixed form (IrrAtt). `joint` is the metric (one of JOINT_METRICS). "centered" needs the diagnostic `JointMoments`.
-    The rule keeps all `rank` directions.
+    `rank` is an integer, or a share of the number of directions in the layer. `form` selects how the query-key tensor
+    is decomposed. "cp" uses alternating least squares. "epc" adds an error-preserving correction, which limits the size
+    of the terms (CPD-EPC). "cp" and "epc" first run least squares from two starts: water-filling, and random terms
+    (drawn with `seed`). They continue from the result with the smaller error. The terms are realized in the shared form
+    (CP SlimAtt). "literal" computes a block-term decomposition, BTD-(L, L, 1), exactly as printed in IrrAtt's
+    Algorithms 1 to 3. The directions then form blocks, and each block has one strength per head. Block terms are
+    realized in the mixed form (IrrAtt). `joint` is the metric (one of JOINT_METRICS). "centered" needs the diagnostic
+    `JointMoments`. The rule keeps all `rank` directions.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -152,7 +152,7 @@ class SharedRank(Rule):
 
 @dataclass(frozen=True)
 class FusionRank(Rule):
-    """Keeps the number of directions in each head that the fusion matrix of a CP decomposition assigns to this head.
+    """Keeps as many directions in each head as the fusion matrix of a CP decomposition assigns to this head.
 
     CPD-EPC decomposes the query-key tensor into `rank` terms. Every term is assigned to the head that uses it most
     (IrrAtt, Algorithm 1). If a head gets r terms, it keeps its own r strongest directions, or all if it has fewer. The
@@ -188,9 +188,9 @@ class FusionRank(Rule):
 class FusionOwner(Rule):
     """Converts a CP SlimAtt layer, trained or not, into irregular attention (IrrAtt, Section 3.1, Eqs. 5 and 6).
 
-    Every shared direction is assigned to the head with the largest strength, and removed from all other heads. The
-    conversion is exact if every column of the fusion matrix has one nonzero value. Training under the paper's
-    constraint (Eq. 7) leads to such columns. The query and key rows of the directions do not change.
+    Every shared direction is assigned to the head in which its |strength| is largest, and is removed from all other
+    heads. The conversion is exact if every column of the fusion matrix has only one nonzero value. Training under the
+    paper's constraint (Eq. 7) leads to such columns. The query and key rows of the directions do not change.
 
     Raises:
         NotSupported: The heads of the layer do not share directions (raised by `decide`).

@@ -1,4 +1,4 @@
-"""Rarely needed rules for single layers: median and soft thresholds, caps, contribution energy, and uniform heads."""
+"""Rarely needed rules for single layers: median and soft thresholds, caps, contribution energy, uniform attention."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class MedianThreshold(Rule):
     """Keeps the directions whose |strength| is above `factor` times the head's median (Gavish and Donoho, 2014).
 
     For a square low-rank matrix plus white noise of unknown level, 2.858 times the median singular value is the
-    threshold with the least asymptotic mean squared error. So the default needs no tuning. A head with a slowly
+    threshold with the least asymptotic mean squared error. So the default factor needs no tuning. A head with a slowly
     decaying spectrum may keep no direction. The rule needs learned strengths, or a `metric` for rewriting the scores.
     """
 
@@ -39,8 +39,8 @@ class Shrinkage(Rule):
     """Subtracts `amount` from every |strength| (soft threshold), and removes directions that reach zero.
 
     A head may keep no direction. In the masked model, no score changes by more than amount * scale (SVDA, Theorem 1).
-    `Threshold` has the same error bound, but with `Shrinkage` the strengths are a continuous function of `amount`. The
-    rule needs learned strengths.
+    `Threshold` has the same error bound, but with `Shrinkage` the new strengths are a continuous function of `amount`.
+    The rule needs learned strengths.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -58,10 +58,10 @@ class Shrinkage(Rule):
 
 @dataclass(frozen=True)
 class NormClip(Rule):
-    """Caps |strength| at `limit` and keeps every direction (spectral smoothing).
+    """Caps |strength| at `limit`, and keeps every direction (spectral smoothing).
 
-    The limit is absolute, not relative to the head's largest strength. So the Lipschitz constant from queries and keys
-    to the scores (SVDA, Proposition 4) is at most limit * scale. The rule needs learned strengths.
+    The limit is absolute, not relative to the head's largest strength. So the scores, as a function of queries and
+    keys, have a Lipschitz constant of at most limit * scale (SVDA, Proposition 4). The rule needs learned strengths.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -80,10 +80,11 @@ class NormClip(Rule):
 class ContributionEnergy(Rule):
     """Keeps the fewest directions of each head that retain the share rho of its contribution energy.
 
-    The contribution of a direction is strength^2 * query_moment * key_moment, which is the mean square of its term in
-    the scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. The
-    rule resolves ties by index and keeps at least one direction, like `EnergyRetention`. The rule works for every form
-    of attention, including dense attention. The error has no bound, because terms of different directions may cancel.
+    The contribution energy of a direction is strength^2 * query_moment * key_moment, which is the mean square of its
+    term in the scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a
+    row. The rule resolves ties by index and keeps at least one direction, like `EnergyRetention`. The rule works for
+    every form of attention, including dense attention. The error has no bound, because terms of different directions
+    may cancel.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -104,9 +105,9 @@ class ContributionEnergy(Rule):
 class UniformHeads(Rule):
     """Removes all score directions of heads whose selectivity is at most `selectivity`.
 
-    Heads without directions average their values. Selectivity is 1 - row entropy / log(tokens), averaged over the
-    calibration images. It is 0 for uniform attention. By Pinsker's inequality, a head's attention rows differ from
-    uniform rows on average by at most sqrt(2 * selectivity * log(tokens)) in the 1-norm. So the error on the
+    A head without directions averages the values of all tokens. Selectivity is 1 - row entropy / log(tokens), averaged
+    over the calibration images. It is 0 for uniform attention. By Pinsker's inequality, a head's attention rows differ
+    from uniform rows on average by at most sqrt(2 * selectivity * log(tokens)) in the 1-norm. So the error on the
     calibration images is bounded. The rule works for every form of attention, including dense attention.
     """
 

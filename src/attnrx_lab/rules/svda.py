@@ -1,4 +1,4 @@
-"""Rules of the SVDA paper: thresholds, ranks per head, the effective rank, and the removal of redundant heads."""
+"""Rules from the SVDA paper: thresholds, ranks per head, the effective rank, and the removal of redundant heads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,11 +71,12 @@ class RemoveHeads(Rule):
 
     Use this rule for the map "heads". Similar spectra are not sufficient, because Proposition 5 also requires equal
     projections. So the similarity of the spectra and the similarity of the outputs must both reach their thresholds.
-    The rule processes pairs of similar heads in order of descending output similarity. From each pair, it removes the
-    head whose total strength is smaller. If this head already replaces a removed head, the stronger head of the pair is
-    removed instead. A head that replaces another head is never removed, so a layer never loses its last head. A removed
-    head outputs nothing, unlike a head of rank 0. So without fine-tuning, the sum of the pair's outputs is about
-    halved. With `metric=centered` the output projection is refitted to compensate.
+    The rule processes pairs of similar heads in order of descending output similarity, and skips pairs with a removed
+    head. From each pair, it removes the head whose total strength is smaller. If this head already replaces a removed
+    head, the stronger head of the pair is removed instead. A head that replaces another head is never removed, so a
+    layer never loses its last head. A removed head outputs nothing, whereas a head of rank 0 still averages its values.
+    So without fine-tuning, the sum of the pair's outputs is about halved. With `metric=centered` the output projection
+    is refitted to compensate.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = (HEADS,)

@@ -1,4 +1,4 @@
-"""Token reducers from papers, which prune by learned or published scores, and the random control.
+"""Token reducers from papers, which prune or merge by learned or fixed scores, and the random control.
 
 attnrx imports this package through the entry points of the group `attnrx.parts`. The import happens when you name a
 reducer, or load a file that names one.

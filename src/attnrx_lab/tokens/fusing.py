@@ -31,7 +31,7 @@ from attnrx_lab.tokens.scores import HeadSelector
 class Soft(Reducer):
     """A reducer that ranks patches by the scores of another reducer, `scores`, and fuses the pruned patches.
 
-    `scores` is any selecting reducer. The soft reducer also uses the statistics and the predictor of `scores`.
+    `scores` is any selecting reducer. The soft reducer also uses the layer statistics and the predictor of `scores`.
     """
 
     scores: Selecting
@@ -79,9 +79,9 @@ class Soft(Reducer):
 class EViT(Soft):
     """Keeps the patches with the highest class attention, and fuses the others into one token (Liang et al., 2022).
 
-    EViT adds the fused token to the `count` kept patches, and later stages treat it as a patch. The fused token is the
-    mean of the other patches, weighted by their class attention. The mean has the magnitude of a patch, which a model
-    needs if it was not trained with fused tokens. The paper uses the plain sum of class attention times patch
+    EViT appends the fused token to the `count` kept patches, and later stages treat this token as a patch. It is the
+    mean of the other patches, weighted by their class attention. The mean has the magnitude of a patch, which matters
+    if the model was not trained with fused tokens. The paper uses the plain sum of class attention times patch
     (`normalized=false`). The paper prunes between the attention and the MLP of a layer, but attnrx runs every reducer
     before a layer. Other `scores` can replace class attention.
     """
@@ -93,7 +93,7 @@ class EViT(Soft):
     extra: ClassVar[int] = 1
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of the predictor that computes the scores, plus the MACs of the fused token."""
+        """Returns the MACs of the predictor that computes the scores, plus the MACs of computing the fused token."""
         return super().predictor_macs(shape, patches, count) + patches * shape.width
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
@@ -122,8 +122,8 @@ class SPViT(EViT):
     """Keeps the highest-scoring patches and fuses the others, weighted by keep probability (Kong et al., 2022).
 
     `scores` can be any selecting reducer, such as the paper's selector (the default), or SPOT's predictor (SPOT, Table
-    3). The paper also searches for the layers at which to prune, by latency. In attnrx, you choose these layers in the
-    policy.
+    3). The paper also searches for the layers at which to prune, based on latency. In attnrx, you choose these layers
+    in the policy.
     """
 
     name: ClassVar[str] = "spvit"
@@ -136,8 +136,8 @@ class DTPS(Soft):
 
     Similarity is the cosine c of two tokens. A kept patch becomes a weighted mean of itself, with the weight exp(1),
     and the patches matched to it, with the weights exp(c). In attention the mean counts as one token. `scores` can be
-    any selecting reducer, such as DynamicViT's predictor (the paper's dTPS), class attention (its eTPS, but before a
-    layer instead of inside it), or SPOT's predictor.
+    any selecting reducer, such as DynamicViT's predictor (the paper's dTPS), class attention (the paper's eTPS, which
+    prunes inside a layer and not before it), or SPOT's predictor.
     """
 
     scores: Selecting = field(default=DynamicViT())
@@ -166,7 +166,7 @@ class DTPS(Soft):
 
 
 def _fused(patches: Tensor, weights: Tensor, normalized: bool) -> Tensor:
-    """Returns the weighted mean or sum of the patches, as one token per image, or zero if all weights are zero."""
+    """Returns the weighted mean or sum of each image's patches as one token, which is zero if all weights are zero."""
     if not normalized:
         return (weights[:, None] @ patches.to(weights.dtype)).to(patches.dtype)
     total = weights.sum(1, keepdim=True)
@@ -176,7 +176,7 @@ def _fused(patches: Tensor, weights: Tensor, normalized: bool) -> Tensor:
 
 
 def _squeezed(patches: Tensor, hosts: Tensor, cosines: Tensor, pruned_mask: Tensor) -> Tensor:
-    """Returns the host patches after fusing the pruned patches (those with 1 in `pruned_mask`) into them.
+    """Returns the host patches after the pruned patches (1 in `pruned_mask`) have been fused into them.
 
     `hosts` is [batch, hosts, width]. `cosines` [batch, patches, hosts] is the cosine similarity of patches and hosts.
     """

@@ -1,4 +1,4 @@
-"""The loss that trains learned reducers to keep the policy's shares of patches (SPOT, DynamicViT)."""
+"""The loss that trains learned reducers to keep the share of patches that the policy requests (SPOT, DynamicViT)."""
 
 from dataclasses import dataclass
 

@@ -51,8 +51,8 @@ def sampled_keep(scores: KeepDrop, present_mask: PerPatch, prunes_one: bool = Fa
     """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
 
     Patches that an earlier stage pruned stay pruned. If the sample would prune all patches of an image, the patch with
-    the highest score is kept, because a mean over no patches would be NaN. With `prunes_one`, the sample prunes at
-    least one patch. If it would keep all patches, the patch with the lowest score is pruned. Reducers that overwrite a
+    the highest score is kept, because a mean over no patches would be NaN. With `prunes_one`, at least one patch is
+    pruned: if the sample would keep all patches, the patch with the lowest score is pruned. Reducers that overwrite a
     pruned patch with a new token need this option.
     """
     # In half precision the Gumbel noise can be infinite.
@@ -70,7 +70,7 @@ def sampled_keep(scores: KeepDrop, present_mask: PerPatch, prunes_one: bool = Fa
 
 
 class TokenFeatures(nn.Module):
-    """Projects tokens to features. Half of the features are local, and half are averaged over the remaining tokens."""
+    """Projects tokens to features. Half of them are local, and half are averaged over the patches that remain."""
 
     def __init__(self, width: int, projected: int):
         super().__init__()
@@ -125,9 +125,9 @@ class DynamicViTPredictor(nn.Module):
 class DynamicViT(Predicting):
     """Keeps the patches that a learned predictor selects by local and global token features (Rao et al., 2021).
 
-    In training, the gradient of a dropped patch's mask differs from the paper's gradient. The masked softmax
-    (`sized_softmax`) clamps the score of a dropped key to the largest score of the kept keys. The clamp bounds the
-    gradient and does not change the output.
+    In training, the gradient with respect to the mask of a dropped patch differs from the paper's gradient. The masked
+    softmax (`sized_softmax`) clamps the score of a dropped key to the largest score of the kept keys. The clamp bounds
+    the gradient and does not change the output.
     """
 
     name: ClassVar[str] = "dynamicvit"

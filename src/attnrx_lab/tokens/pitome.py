@@ -15,16 +15,16 @@ from attnrx.vit.tokens.reducer import Shape, TokenState, stable_order
 class PiToMe(Merging):
     """Merges the tokens with the highest energy (Tran et al., NeurIPS 2024: "spectrum-preserving token merging").
 
-    The energy of a patch is the mean of f(c) over all patches, where c is the cosine between their keys, averaged over
-    the heads. If c is at least the margin, f(c) is c. Otherwise, f(c) is alpha (exp(c - margin) - 1). The energy is
-    large for patches in large groups of similar patches, such as background. To merge k patches, PiToMe sorts the 2 k
-    patches with the highest energy and puts them alternately into two sets. It protects all other patches. The margin
-    decreases with depth. When the keys of layer l (counted from 0) of L layers are compared, the margin is `margin`
-    (1 - l / L).
+    The energy of a patch is the mean of f(c) over all patches, where c is the cosine between the keys of the two
+    patches after the keys were averaged over the heads. If c is at least the margin, f(c) is c. Otherwise, f(c) is
+    alpha (exp(c - margin) - 1). The energy is large for patches in large groups of similar patches, such as background.
+    To merge k patches, PiToMe sorts the 2 k patches with the highest energy and puts them alternately into two sets. It
+    protects all other patches. The margin decreases with depth. If a model has L layers and the keys come from layer l
+    (counted from 0), the margin is `margin` (1 - l / L).
 
     The paper merges a share of the tokens in every layer, between attention and MLP. In attnrx, tokens are merged
-    before a layer, in several rounds if more than half must be merged. Energies count every token once, even if several
-    patches were merged into it.
+    before a layer, in several rounds if more than half of them must be merged. Energies count every token once, even if
+    several patches were merged into it.
     """
 
     name: ClassVar[str] = "pitome"

@@ -19,10 +19,11 @@ LARGEST = 2**31 - 128  # the largest multiple that float32 represents
 class Random(Selecting):
     """Keeps random patches.
 
-    The score of a patch is a hash of the seed, the pixels of its image and its index. The score does not depend on
-    batch, threads or device, and an exported model computes the same score. All stages use the same scores. A later
-    stage still draws at random, because the best m of n patches in random order are a random choice. Identical images
-    keep the same patches. If two images differ at all, e.g. by augmentation or rounding, they keep different patches.
+    The score of a patch is a hash of the seed, the pixels of its image and its index. The score does not depend on the
+    batch, the threads or the device, and an exported model computes the same score. All stages use the same scores. A
+    later stage still draws at random, because the best m of n patches in random order are a random choice. Identical
+    images keep the same patches. If two images differ at all, e.g. by augmentation or rounding, they keep different
+    patches.
     """
 
     seed: int = 0
@@ -45,7 +46,7 @@ class Random(Selecting):
 
 
 def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"]:
-    """Returns a 32-bit hash of every image, computed as sums over columns, rows and channels with hashed weights.
+    """Returns a 32-bit hash of every image, computed from sums over columns, rows and channels with hashed weights.
 
     Pixels are converted to float32 and then to integers. So the hash does not depend on the order of summation.
     """

@@ -38,8 +38,8 @@ def scores_of(state: TokenState) -> PerPatch:
 class AttentionAverage(Selecting):
     """Keeps the patches with the highest class attention, averaged over heads and all previous layers (SPOT, Table 7).
 
-    The reducer computes only one row of every attention map. For each patch, it stores only the sum over the layers,
-    which ranks patches like the mean.
+    The reducer reads only the class token's row of every attention map. For each patch, it stores only the sum of its
+    scores over the layers. The sum ranks the patches in the same order as the mean.
     """
 
     needs, every_layer = ("class_attention",), "class_attention"
@@ -50,7 +50,7 @@ class AttentionAverage(Selecting):
     def accumulate(
         self, before: Float[Tensor, "batch tokens"] | None, scores: Float[Tensor, "batch tokens"]
     ) -> Float[Tensor, "batch tokens"]:
-        """Adds the scores of one layer to `before`, the scores of the earlier layers (None at the first layer)."""
+        """Adds one layer's scores to `before`, the accumulated scores of earlier layers (None if there are none)."""
         return scores if before is None else before + scores
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
@@ -62,10 +62,10 @@ class AttentionAverage(Selecting):
 class EvoViT(AttentionAverage):
     """Keeps the patches with the highest global class attention (Xu et al., AAAI 2022).
 
-    Let A be the class attention of a layer, averaged over the heads. The global class attention G starts as A of the
-    first layer. Each later layer updates it to G = `alpha` G + (1 - `alpha`) A. In the paper, patches that are not
-    selected remain as placeholders, updated by one representative token. This class prunes them.
-    `evit(scores=evo_vit)` replaces them by one fused token.
+    Let A be the class attention of a layer, averaged over the heads. The global class attention G is initialized with
+    the A of the first layer. Each later layer updates G to `alpha` G + (1 - `alpha`) A. In the paper, patches that are
+    not selected stay as placeholders, which are updated from one representative token. This class prunes such patches.
+    To replace them by one fused token, use `evit(scores=evo_vit)`.
     """
 
     name: ClassVar[str] = "evo_vit"
@@ -86,11 +86,11 @@ class EvoViT(AttentionAverage):
 class ATS(Reducer):
     """Adaptive token sampling (Fayyaz et al., ECCV 2022) with a fixed number of patches and without learning.
 
-    The significance of a patch is its class attention times the norm of its value. Significance is scaled to sum to 1
-    in every head, and averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / 2 K
+    The significance of a patch is its class attention times the norm of its value vector. It is scaled to sum to 1 in
+    every head, and then averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / (2 K)
     (k = 1..K) selects the patches. Several points can hit the same patch if its significance is large. The paper keeps
-    a patch only once, so the number of patches differs between images. This class always keeps K patches. If points hit
-    a patch repeatedly, the class adds the most significant of the other patches. The paper removes patches inside the
+    such a patch only once, so the number of patches differs between images. This class always keeps K patches. It fills
+    the remaining places with the most significant patches that no point hit. The paper removes patches inside the
     attention of a layer, but this class removes them before the next layer.
     """
 
@@ -109,7 +109,7 @@ class ATS(Reducer):
         return scores / scores.sum(1, keepdim=True)
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Samples `count` points, and keeps `count` patches."""
+        """Samples patches at `count` fixed points, and keeps `count` patches."""
         significance = self.significance(state)
         # floor(K s + 1/2) points lie below the cumulative probability s. A patch is hit if more points lie below its
         # end than below its beginning.
@@ -123,12 +123,12 @@ class ATS(Reducer):
 class HaltingScores(Selecting):
     """Prunes the patches with the largest sum of halting scores, as in A-ViT (Yin et al., CVPR 2022).
 
-    After every layer, a token's halting score is sigmoid(gamma x + beta), where x is its first feature. The model must
-    be trained with A-ViT's ponder loss and prior. Otherwise x has no meaning, and the results are not A-ViT's. In
-    A-ViT, a token halts as soon as the sum of its scores reaches 1 - epsilon, so the number of kept tokens differs
-    between images. In attnrx, the policy sets the number of kept tokens, and only the order of pruning follows A-ViT.
-    A-ViT averages the class token over the layers, weighted by halting probabilities. In attnrx, the class token does
-    not halt.
+    After every layer, a token's halting score is sigmoid(gamma x + beta), where x is the token's first feature. The
+    model must be trained with A-ViT's ponder loss and distribution prior. Otherwise x has no meaning, and the results
+    are not A-ViT's. In A-ViT, a token halts as soon as the sum of its scores reaches 1 - epsilon, so the number of kept
+    tokens differs between images. In attnrx, the policy sets this number, and only the order of pruning follows A-ViT.
+    A-ViT's output is the class token averaged over the layers, weighted by halting probabilities. In attnrx, the class
+    token does not halt.
     """
 
     # The paper's values.
@@ -147,7 +147,7 @@ class HaltingScores(Selecting):
         return "the first feature of a token is no halting score until a ponder loss trains it"
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
-        """Returns the halting scores of one layer."""
+        """Returns every token's halting score after one layer."""
         return torch.sigmoid(self.gamma * tokens[..., 0] + self.beta)
 
     def add_layer(self, before: TokenScores | None, observed: Float[Tensor, "batch tokens width"]) -> TokenScores:
@@ -167,10 +167,10 @@ class HaltingScores(Selecting):
 class HeadSelector(Predicting):
     """Keeps the patches that SPViT's learned multi-head selector chooses (Kong et al., ECCV 2022).
 
-    The width is divided among the heads. Every head computes local and global features from its share of the width, and
-    scores each patch. For every patch, another branch computes the weights of the heads from the mean of each share.
-    The final score is the weighted mean of the heads' probabilities. Two choices are our own. All heads share one
-    DynamicViT predictor, and the branch is an MLP of two linear layers.
+    The features of every patch are divided among the heads. From its share, each head computes local and global
+    features, and predicts the probability that the patch is kept. Another branch computes the weights of the heads for
+    every patch, from the mean of each share. The final score is the weighted mean of the heads' probabilities. Two
+    choices are our own: all heads share one DynamicViT predictor, and the branch is an MLP of two linear layers.
     """
 
     def predictor(self, shape: Shape) -> nn.Module:
@@ -182,7 +182,7 @@ class HeadSelector(Predicting):
 
 
 class HeadSelectorPredictor(nn.Module):
-    """Predicts the log-probabilities of keep and drop as a weighted mean over the heads."""
+    """Predicts every patch's log-probabilities of keep and drop, from a weighted mean of the heads' probabilities."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""SPOT, a token reducer with a predictor that reads token features, attention, and its change over the layers."""
+"""The token reducer SPOT, whose predictor reads token features, attention, and how attention varies over the layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class MapMoments(LayerStatistic):
 
     The class stores only the sum of the maps and, for the variance, the sum of their squares. So memory does not grow
     with the number of layers. Attention lies in [0, 1], so sums of squares are accurate enough for a predictor. In
-    float32, a standard deviation of 1 % of the attention is accurate to three digits.
+    float32, a standard deviation that is 1 % of the mean attention is accurate to three digits.
     """
 
     total: Float[Tensor, "batch heads queries keys"]
@@ -31,11 +31,11 @@ class MapMoments(LayerStatistic):
 
     @classmethod
     def of(cls, attention: Float[Tensor, "batch heads queries keys"], variance: bool = True) -> "MapMoments":
-        """Returns the moments of the first layer."""
+        """Returns the moments of only the first layer's attention."""
         return cls(attention, attention * attention if variance else None)
 
     def add_layer(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
-        """Returns the moments with one more layer. Without gradients the sums are updated in place."""
+        """Returns the moments that also include this attention. If gradients are off, the sums are updated in place."""
         squares = self.squares
         if torch.is_grad_enabled() or self.count == 1:  # the first sum shares memory with the map of the first layer
             total = self.total + attention
@@ -46,7 +46,7 @@ class MapMoments(LayerStatistic):
         return MapMoments(total, squares, self.count + 1)
 
     def at(self, kept: Int[Tensor, "batch kept"], num_new: int = 0) -> "MapMoments":
-        """Returns the moments of the kept tokens only, followed by `num_new` new tokens with sums of zero."""
+        """Returns the moments for the kept tokens, and for `num_new` new tokens after them, whose sums are zero."""
         moments = self._map(lambda sums: _between(sums, kept))
         return moments._map(lambda sums: F.pad(sums, (0, num_new, 0, num_new))) if num_new else moments
 
@@ -88,13 +88,13 @@ def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, 
 
 @dataclass(frozen=True)
 class Spot(Predicting):
-    """Keeps the patches that a learned predictor selects, from tokens, attention and attention dynamics.
+    """Keeps the patches that a learned predictor selects, based on token features, attention and its dynamics.
 
-    The class implements SPOT, Section 3.2. The attention features are six scalars per head and patch (SPOT, Eqs. 3 to
-    9). They come from the attention of the previous layer, from the `mean` over all previous layers, and from the
-    `variance` over these layers. `projected` is the number of additional token features, half local and half global.
-    None means the model width, and 0 means no token features. With `head_averaged`, the scalars come from the mean over
-    the heads. With `shared`, all stages share one predictor. The paper's Table 2, Figure 5 and Table 8 vary these
+    The class implements SPOT, Section 3.2. Every attention map yields six scalars per head and patch (SPOT, Eqs. 3 to
+    9). The maps are the attention of the previous layer and, with `mean` and `variance`, the mean and the variance of
+    attention over all previous layers. `projected` is the number of additional token features, half local and half
+    global. None means the model width, and 0 means no token features. With `head_averaged`, the maps are averaged over
+    the heads first. With `shared`, all stages share one predictor. The paper's Table 2, Figure 5 and Table 8 vary these
     settings one at a time. `standardized` is not in the paper. It scales every attention feature to mean 0 and variance
     1 over the patches of an image. Without this scaling, attention features are 10 to 10^5 times smaller than token
     features.
@@ -176,8 +176,9 @@ def attention_features(
 ) -> Float[Tensor, "batch patches features"]:
     """Returns six scalars for every patch and head, computed over the remaining patches (SPOT, Eqs. 3 to 8).
 
-    The scalars are the attention from and to the class token, the mean and variance of the attention to the patches,
-    and the mean and variance of the attention from the patches. The scalars of all heads are concatenated.
+    The first two scalars are the attention that the patch gets from the class token and pays to it. The next two are
+    the mean and variance of the attention that it pays to the patches. The last two are the mean and variance of the
+    attention that it gets from them. The scalars of all heads are concatenated.
     """
     inner = attention[:, :, prefix:, prefix:]  # between patches, so the rows no longer sum to 1
     rows = columns = inner
@@ -211,8 +212,8 @@ def standardized_features(
 ) -> Float[Tensor, "batch patches features"]:
     """Returns features with mean 0 and variance 1 over the remaining patches of every image.
 
-    `sizes` are the magnitudes of the numbers that a feature was computed from. If a feature's standard deviation is no
-    larger than the rounding error of these numbers, the feature becomes 0. The deviation gets no gradient.
+    `sizes` are the magnitudes of the numbers that each feature was computed from. If a feature's standard deviation is
+    no larger than the rounding error of these numbers, the feature becomes 0. No gradient flows through the deviation.
     """
     precision = 100 * torch.finfo(features.dtype).eps
     exact = features.to(torch.promote_types(features.dtype, torch.float32))  # squares of variances reach 1e-20

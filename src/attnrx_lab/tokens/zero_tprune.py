@@ -16,19 +16,19 @@ class ZeroTPrune(Reducer):
 
     Importance is computed from the attention of the previous layer, which is treated as a graph. PageRank runs
     `iterations` steps from uniform scores, and computes a score for every token in every head. A head is excluded if
-    its scores vary too little or too much. When the scores are scaled to a mean of 1, their variance over the patches
-    must lie between `least` and `most`. If no head meets these limits, all heads are used. The importance is the
-    quadratic mean over the remaining heads, which emphasizes patches that some heads find informative.
+    its scores vary too little or too much: scaled to a mean of 1, they must have a variance over the patches between
+    `least` and `most`. If no head meets these limits, all heads are used. The importance is the quadratic mean of the
+    scores over the remaining heads, which emphasizes patches that some heads find informative.
 
     A stage first ranks the patches, and divides them into a less important half and a more important half. From the
     less important half it prunes the patches that are most similar to a patch of the more important half. Similarity is
-    the cosine of the keys, averaged over the heads. The fraction `similar` of the patches to prune is pruned by
-    similarity, but at most the whole less important half. Then the stage ranks the remaining patches again, and prunes
-    the least important.
+    the cosine of the keys, averaged over the heads. Of all patches that the stage prunes, the fraction `similar` is
+    pruned by similarity, but never more than the less important half contains. Then the stage ranks the remaining
+    patches again, and prunes the least important.
 
-    The steps follow the order that the paper calls I'-S-I. Three choices are ours: the scale of the variance, the share
-    `similar`, and the same number of iterations in all stages (the paper uses fewer in deeper layers). The class token
-    is treated like other tokens.
+    The steps follow the order that the paper calls I'-S-I. Three choices are ours: scaling the scores before their
+    variance is computed, the fraction `similar`, and the same number of iterations in all stages (the paper uses fewer
+    in deeper layers). PageRank treats the class token like other tokens.
     """
 
     iterations: int = 30
@@ -51,7 +51,7 @@ class ZeroTPrune(Reducer):
         present_mask: Float[Tensor, "batch tokens"],
         prefix: int,
     ) -> PerPatch:
-        """Returns every patch's importance, computed only from tokens that are 1 in `present_mask`."""
+        """Returns every patch's importance, computed only from the tokens whose entry in `present_mask` is 1."""
         # PageRank includes the class token and other prefix tokens, but the statistics of a head use only patches.
         scores = page_rank(attention, present_mask, self.iterations)[:, :, prefix:]
         patches = present_mask[:, None, prefix:]
@@ -116,7 +116,7 @@ def redundant(
 ) -> Int[Tensor, "batch pruned"]:
     """Returns the `count` patches of the less important half that are most similar to a patch of the other half.
 
-    The halves divide the `num_present` present patches.
+    Only the `num_present` patches whose entry in `present_mask` is 1 are divided into halves.
     """
     order = stable_order(importance.masked_fill(present_mask == 0, float("-inf")))
     # An odd patch goes to the more important half. Pruned patches come last and belong to neither half.

@@ -1,4 +1,4 @@
-"""Applies prescriptions (pruning plans): makes a smaller or a masked copy of a model, and fits its weights."""
+"""Applies prescriptions (pruning plans): makes a smaller or masked copy of a model, and fits the copy's weights."""
 
 from attnrx.change.realization.realizing import (
     compressed_spec,

@@ -2,12 +2,12 @@
 
 Here, the decoder is everything in the model except the Vision Transformer. Such decoders are sequences of convolutions,
 and account for a fifth or more of the model's cost. Their channels are removed like the hidden units of an MLP.
-Greedy elimination chooses the channels, based on second moments of the activations. A least-squares fit of the next map
-then compensates for the removed channels.
+The channels to remove are chosen greedily, from second moments of the activations. A least-squares fit of the next
+layer then compensates for the removed channels.
 
-After the removal, all weights around the Vision Transformer are fitted together to the original's outputs. The Vision
-Transformer runs only once per image for this fit, so each step costs only a pass of the small decoder. The fit also
-corrects some of the errors that merged tokens and smaller layers cause.
+After the removal, all weights outside the Vision Transformer are fitted together to the original's outputs. For this
+fit, the Vision Transformer runs only once per image, so each step costs only a pass through the small decoder. The fit
+also corrects some of the errors that merged tokens and smaller layers cause.
 """
 
 from collections.abc import Callable, Iterator
@@ -91,7 +91,7 @@ def smaller_decoder(
 def fit_decoder(
     model: nn.Module, original: nn.Module, images: ImageSet, budget: DecoderFit, seed: int = 0
 ) -> tuple[nn.Module, str]:
-    """Fits a model's decoder, which is all weights around the Vision Transformer, to the original's outputs.
+    """Fits a model's decoder, i.e. all weights outside the Vision Transformer, to the original's outputs.
 
     Returns a fitted copy, and a line of text that reports the divergence before and after.
     """
@@ -166,7 +166,7 @@ def _outputs(model: Adopted, batch: _Batch) -> Float[Tensor, "images numbers"]:
 
 
 def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
-    """Removes channels between two linear maps, in place, and refits the second map on the batches to compensate."""
+    """Removes channels between two linear maps, in place. Refits the second map on the batches, to compensate."""
     second = model.source.get_submodule(pair.second)
     weight = input_weight(second).flatten(1).T
     moment = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
@@ -192,7 +192,7 @@ def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
 
 
 def _fit_(model: Adopted, batches: list[_Batch], steps: int, seed: int) -> tuple[float, float]:
-    """Fits all weights around the Vision Transformer in place. Returns the mean divergence before and after the fit.
+    """Fits all weights outside the Vision Transformer in place. Returns the mean divergence before and after the fit.
 
     One batch in eight is held out to measure the divergence. A fit that does not lower the divergence is undone.
     """

@@ -43,10 +43,10 @@ class Fitted:
     output on held-out images, after the earlier blocks were repaired.
 
     `distill` stores one number: the divergence of the outputs on held-out images (`OutputKind.softened`). For logits,
-    the divergence is half the variance of their difference. For multi-label logits, it is an eighth of the squared
-    differences. For regression outputs, it is the squared error relative to the variance. For embeddings, it is half
-    the squared distance relative to the squared norm. `learning_rate` is the rate that `distill` chose, or None if no
-    rate lowered the divergence.
+    the divergence is half the variance, over the classes, of the difference between the two models' logits. For
+    multi-label logits, it is an eighth of the sum of squared differences. For regression outputs, it is the squared
+    error relative to the variance. For embeddings, it is half the squared distance relative to the squared norm.
+    `learning_rate` is the rate that `distill` chose, or None if no rate lowered the divergence.
     """
 
     model: nn.Module
@@ -102,12 +102,14 @@ def descend_(
 class Distill:
     """The settings of a distillation.
 
-    `distill` makes `epochs` passes over the images, with `batch` images per step. It tries all `learning_rates` of
-    Adam. The rates are relative to the root mean square of each tensor, and decay to zero along a cosine.
+    `distill` makes `epochs` passes over the images, with `batch` images per step. It tries each of the `learning_rates`
+    with Adam, and keeps the best result. The rates are relative to the root mean square of each tensor, and decay to
+    zero along a cosine.
 
-    With `directions`, the loss is the cosine distance of the embeddings. Use `directions` if a search index holds
-    vectors of the reference, because a search ignores the lengths of embeddings. With `bits=8`, the candidate's linear
-    maps are computed as in an 8-bit file (`EightBits`). Use `bits=8` for a model that you will export to 8 bits.
+    With `directions`, the loss is the cosine distance between the two models' embeddings. Use `directions` if a search
+    index holds embeddings of the reference, because a search ignores their lengths. With `bits=8`, the candidate
+    computes its linear maps as an exported 8-bit file would (`EightBits`). Use `bits=8` for a model that you will
+    export to 8 bits.
     """
 
     example = "attnrx.realization.distillation.Distill(epochs=2)"
@@ -137,7 +139,7 @@ def distill(
     Adam fits all weights together, with tokens pruned and merged as in inference. `repair` works block by block and on
     all tokens, so it leaves errors that this fit can correct. The loss is the Kullback-Leibler divergence of the
     outputs, softened by a high temperature (Hinton et al., 2015, section 2.1). Every learning rate is tried from the
-    same start.
+    same initial weights.
 
     One image in eight is held out from the fit. You get the weights with the smallest divergence on these images. If no
     rate helps, you get the candidate's own weights.
@@ -215,7 +217,7 @@ class _OutputFit:
         self._next = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
 
     def calibrate(self, validation: InputValidation, bits: int) -> None:
-        """Makes later passes of the model use `bits` bits, as in an exported file. The first images set the ranges."""
+        """Makes later passes of the model use `bits` bits, as exported files do. The first images set the ranges."""
         batches = islice(self._batches(validation), -(-RANGE_IMAGES // self.batch))
         self._answers = rounded(self._answers, batches, bits)
 

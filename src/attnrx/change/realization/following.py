@@ -1,7 +1,7 @@
 """Narrows MLPs outside the Transformer blocks, for example in SigLIP's pooling head.
 
-A library's model class often has one setting for the width of all MLPs. If pruning narrows the blocks' MLPs, the other
-MLPs must become equally narrow, because the class could not load the model otherwise. As in the blocks
+A library's model class often has one setting for the width of all MLPs. If pruning narrows the MLPs of the blocks, all
+other MLPs must become equally narrow. Otherwise, the class could not load the model. As in the blocks
 (`decide_hidden`), the units that contribute least to the output are removed. The second map is then refitted to the
 remaining units.
 """

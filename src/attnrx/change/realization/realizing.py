@@ -1,4 +1,4 @@
-"""Realizes a prescription: creates the smaller model, attaches its token policy, and fits the weights.
+"""Realizes a prescription: creates the smaller model, attaches its token policy, and fits its weights.
 
 A compressed layer stores its kept heads by descending rank (`head_order`), but the prescription lists heads in their
 original order. A head's query and key rows are copied from the model, or combined from the layer's rows by a change of
@@ -75,18 +75,18 @@ def realize(
     """Returns a copy of the model with the prescription applied. Your model is not changed.
 
     With `by="mask"`, all shapes stay the same, and zeros replace the removed weights. Removed directions get strength
-    zero, but query and key norms still use their rows. Removed heads get a zero output projection. Removed blocks get
-    zero weights.
+    zero, but the norms of queries and keys still include their rows. Removed heads get a zero output projection.
+    Removed blocks get zero weights.
 
-    With `by="compress"`, the zeros are deleted, and the outputs equal the masked model's outputs. If blocks are
-    removed, the model's own library creates it again with a smaller depth. The new model keeps the training or
-    evaluation mode of the original, but not its hooks. If a layer divides query and key rows by their norms, removed
-    rows that the norms need are kept. In such a layer, only the attention scores become cheaper.
+    With `by="compress"`, the removed weights are deleted, and the outputs equal the masked model's outputs. If blocks
+    are removed, the model's own library creates it again with a smaller depth. The new model keeps the training or
+    evaluation mode of the original, but not its hooks. If a layer divides queries and keys by their norms, it keeps the
+    removed rows that these norms need. In such a layer, only the attention scores become cheaper.
 
     Some forms of attention have further compressions, which you request by name. Such compressions also delete the rows
     that only the norms need, so the layer is smaller, but it only approximates the masked layer. Some compressions also
-    fit the kept strengths to the `calibration` images. If fitted strengths increase the divergence from the original
-    model, the strengths stay as prescribed. docs/exact.md compares these compressions.
+    fit the kept strengths to the `calibration` images. If the fitted strengths increase the divergence from the
+    original model, the prescribed strengths are used. docs/exact.md compares these compressions.
 
     If a prescription keeps everything, the logits are identical to the original's logits. Token pruning and merging are
     added last. A token reducer that uses attention statistics gets the same statistics in the masked model and in the
@@ -305,12 +305,12 @@ def require_fewer_tokens(model: nn.Module) -> None:
 
 
 def fits_of(steps: Mapping[str, int], seed: int) -> tuple[Fit, ...]:
-    """Returns the settings of all fits. `steps` maps each fit's name to its number of steps, and 0 leaves it out."""
+    """Returns the settings of all fits. `steps` maps the name of a fit to its number of steps, where 0 means no fit."""
     return tuple(kind(**{count: steps[name], "seed": seed}) for name, (kind, count) in KINDS.items() if steps.get(name))
 
 
 def fits_record(*fits: Fit) -> dict[str, Any]:
-    """Returns a record with the steps of every fit under its name, and all other settings under "settings"."""
+    """Returns a record with the number of steps of every fit under its name, and other settings under "settings"."""
     record: dict[str, Any] = {"settings": {}}
     for settings in fits:
         name = _name_of(settings)
@@ -339,9 +339,9 @@ def realize_and_fit(
         prescription: The prescription for the original.
         images: Images to fit to. A compression that fits strengths uses them, too.
         fits: The settings of the fits. Without fits, the prescription is only realized.
-        by: A compression, as in `realize`. Masks cannot be fitted.
-        log: A function that is called with notes on the repair, e.g. that the budget reduces it, and with the result of
-            the distillation.
+        by: A compression, as in `realize`. With "mask", no fits are possible.
+        log: A function that is called with notes on the repair, e.g. that its budget requires fewer images or steps,
+            and with the result of the distillation.
 
     Raises:
         InvalidInput: Fits are requested for a mask, or without images.
@@ -396,7 +396,7 @@ def realize_with_effort(
         model: The original model. It is not changed.
         prescription: The prescription for the original.
         images: The images to fit to.
-        effort: The effort level, which sets the numbers of repair steps and distillation epochs.
+        effort: The effort level, which sets the number of repair steps and the number of distillation epochs.
         bfloat16: Whether a repair may compute products in bfloat16 if the device is faster with them.
         log: A function that is called with the reports of the fits, and with a line if the model cannot be repaired.
         bits: 8 for a model that will become an 8-bit file, else None.
@@ -471,7 +471,7 @@ def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
     """Zeroes all weights that a layer's prescription removes, in place. All shapes stay the same.
 
     Raises:
-        NotSupported: All heads share the decision's directions, and the original layer has no rows for such directions.
+        NotSupported: The decision's directions are shared by all heads, and the original layer has no rows for them.
         InvalidInput: A decision does not fit the form of the attention, or values are reduced although the output
             projection has no bias.
     """
@@ -507,10 +507,10 @@ def head_order(layer: LayerPrescription) -> list[int]:
 
 
 def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: bool = True) -> AttentionSpec:
-    """Returns the spec (form and shapes) of the compressed layer, by default with the original norms.
+    """Returns the spec (form and shapes) of the compressed layer, which by default keeps the original norms.
 
-    Rewritten directions need no key bias, because the softmax cancels it. Rewritten values need no value bias, because
-    the bias of the output projection absorbs it.
+    If directions are expressed in a new basis, no key bias is needed, because the softmax cancels it (except with
+    RoPE). If values are reduced, no value bias is needed, because the bias of the output projection absorbs it.
 
     Raises:
         NotSupported: `keeps_norms` is set, but an earlier compression has removed rows that the norms need.
@@ -550,7 +550,7 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: 
 
 
 def _needs_original_norms(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]) -> bool:
-    """Returns whether norms need removed rows. Raises NotSupported if an earlier compression deleted such rows."""
+    """Returns whether the norms need removed rows. Raises NotSupported if an earlier compression deleted such rows."""
     # If every head keeps all or none of its directions, the norms do not change, so no extra row is stored.
     loses = any(0 < scores.ranks[head] < spec.ranks[head] for head in order)
     if not spec.has_norms or spec.keeps_original_norms or not loses:
@@ -622,7 +622,7 @@ def _combine_directions_(
 ) -> None:
     """Writes the kept directions of a basis into a smaller layer.
 
-    If heads do not share directions, each query and key row is multiplied by the square root of its strength.
+    If heads do not share directions, each query row and each key row is multiplied by the square root of its strength.
     """
     kept = scores.keep[order].any(0)
     for name, table in (("query", basis.left), ("key", basis.right)):
@@ -634,7 +634,7 @@ def _combine_directions_(
 
 
 def _follow_queries_(scores: ScoreForm, before: ScoreForm) -> None:
-    """Adapts relative position tables to changed query rows, in place.
+    """Adapts tables of relative positions to query rows that have changed, in place.
 
     If the old query rows are linear combinations of the new rows, the products of queries and tables stay the same. If
     not, the new tables approximate these products by least squares.
@@ -737,9 +737,9 @@ def _reduced_values(
 ) -> tuple[Float[Tensor, "kept width"], Float[Tensor, "width kept"], Float[Tensor, "width"]]:
     """Returns reduced value rows, output columns and output bias in float64, with heads in the order of `attention`.
 
-    Attention rows sum to one, so a constant in the values only adds a constant to the output. Let o = attention @ x +
-    value bias be a head's output. It is replaced by decode @ encode @ (o - center) + center. The bias of the output
-    projection absorbs all constants.
+    Attention rows sum to one, so a constant in the values only adds a constant to the output. A head's output o =
+    attention @ x + value bias is replaced by decode @ encode @ (o - center) + center. The bias of the output projection
+    absorbs all constants.
     """
     dims = attention.spec.value_dims
     # Everything is in float64, like the factors. Values are rounded to the weights' precision only when written.

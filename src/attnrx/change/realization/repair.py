@@ -63,24 +63,25 @@ GRAPH_MACS = 2.9e11
 
 @dataclass(frozen=True)
 class Repair:
-    """The settings of a repair: the Adam steps per attention and MLP, the data per step, the budget, and the penalty.
+    """The settings of a repair: the number of Adam steps, the data per step, the budget, and the penalty.
 
-    Every Adam step for an attention uses all tokens of `images` images. Every step for an MLP uses `tokens` single
-    tokens, drawn from all images in proportion to the tokens' importance. `learning_rate` is relative to the root mean
-    square of each tensor, and decays to zero along a cosine.
+    Each attention module and each MLP is fitted in `steps` steps of Adam. A step for an attention module uses all
+    tokens of `images` images. A step for an MLP uses `tokens` single tokens, drawn from all images in proportion to
+    their importance. `learning_rate` is relative to the root mean square of each tensor, and decays to zero along a
+    cosine.
 
     `macs` limits the multiply-accumulates of the whole repair, which are estimated beforehand. To stay within this
     limit, a large model is repaired on fewer images, but on at least MIN_REPAIR_IMAGES. If the repair still exceeds the
     limit, the number of steps is reduced, but at most by half. None sets no limit.
 
-    With `bfloat16`, both models compute products in bfloat16 if the device is faster with them.
+    With `bfloat16`, both models compute matrix products in bfloat16, if the device is faster with bfloat16.
 
     `removed` lists the reference's blocks that the candidate lacks, counted from 1. The block before the missing blocks
     is fitted to the output of the last missing block.
 
-    With `bits=8`, the linear maps of the candidate's blocks are computed as in an 8-bit file.
+    With `bits=8`, the candidate's blocks compute their linear maps as an exported 8-bit file would.
 
-    `ridge` penalizes changes of an MLP's second map, relative to the mean variance of its inputs.
+    `ridge` is the penalty on changes of an MLP's second map, relative to the mean variance of this map's inputs.
     """
 
     example = "attnrx.realization.repair.Repair(steps=300)"
@@ -118,11 +119,12 @@ def repair(
     2. The second linear map of the MLP, in closed form, by least squares with a penalty on its change.
     3. Both linear maps of the MLP, with Adam.
 
-    A token's squared error is weighted by the token's importance. The importance is the root mean square gradient of
-    the reference's outputs with respect to the block's output. One image in eight is held out. A stage is kept only if
-    it reduces the error of the block's output on the held-out images. A block with unchanged weights is not fitted.
+    A token's squared error is weighted by the token's importance. The importance is the root mean square of the
+    gradient of the reference's outputs with respect to the token. One image in eight is held out. A stage is kept only
+    if it reduces the error of the block's output on the held-out images. A block with unchanged weights is not fitted.
 
-    The repair needs memory for about seven copies of all tokens of the images. Prune or merge tokens after the repair.
+    The repair needs enough memory for about seven copies of the tokens of all images. Prune or merge tokens after the
+    repair.
 
     Args:
         candidate: The compressed model, before tokens are pruned or merged. It is not changed.
@@ -136,7 +138,7 @@ def repair(
     Raises:
         InvalidInput: The models have different depths, or there are too few images.
         NotSupported: The candidate prunes or merges tokens, its MLPs are not two linear maps, or bfloat16 was requested
-            and a part of a model does not accept such products.
+            and a part of a model does not accept bfloat16 products.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
 
     Examples:
@@ -239,7 +241,7 @@ Tokens = Float[Tensor, "images tokens width"]
 class _Layout:
     """How a block expects an image's tokens: as `windows` sequences, or as a grid.
 
-    For a grid, `width_axis` is the axis of the features, and `sides` holds the grid's numbers of rows and columns.
+    For a grid, `width_axis` is the axis of the features, and `sides` is the grid's size: (rows, columns).
     """
 
     windows: int
@@ -269,7 +271,7 @@ class _Layout:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A block with its attention, the two maps of its MLP, and the arguments that its model passes besides the tokens.
+    """A block with its attention, the two maps of its MLP, and all arguments that it receives besides the tokens.
 
     The methods take and return one sequence of tokens per image, and convert it to the `layout` that the block expects.
     """
@@ -302,7 +304,7 @@ class _Block:
 
     @contextmanager
     def without_mlp(self) -> Iterator[None]:
-        """Inside the context, the MLP returns zeros and its two linear maps are not computed."""
+        """Inside the context, the MLP's two linear maps are not computed, and the MLP returns zeros."""
         # The rest of the block's code still runs: residual sums, norms, LayerScale.
         with ExitStack() as stack:
             for linear in self.maps:
@@ -310,7 +312,7 @@ class _Block:
             yield
 
     def scale(self, tokens: Tokens) -> Float[Tensor, "width"]:
-        """Returns the factor per feature by which the block scales its MLP's output before adding it (LayerScale)."""
+        """Returns the factors by which the block multiplies each feature of the MLP's output (LayerScale)."""
         # If the MLP is added linearly, the factor is the derivative of the block's summed output with respect to the
         # MLP's output. This derivative must be the same for all tokens, which is checked below.
         outputs: list[Tensor] = []
@@ -384,7 +386,7 @@ def _are_equal(block: nn.Module, other: nn.Module) -> bool:
 
 
 def _zeros(features: int, tokens: Tensor) -> Tensor:
-    """Returns zeros with `features` features for every token, without allocating them."""
+    """Returns zeros with `features` features for every token. Only one number is stored in memory."""
     return tokens.new_zeros(()).expand(*tokens.shape[:-1], features)
 
 
@@ -435,7 +437,7 @@ class _Reached(Exception):
 
 
 def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "tokens"]]:
-    """Returns the importance of every block's output tokens, measured by their effect on the model's outputs.
+    """Returns the importance of the output tokens of every block: how much they affect the model's outputs.
 
     The importance is the root mean square of a gradient with respect to the token, scaled to mean 1. A share EVEN of
     the total importance is then distributed equally over all tokens.
@@ -491,10 +493,10 @@ class _UpTo(nn.Module):
 class _BlockFit:
     """Fits one block to the reference block's output, and measures the relative error on held-out images.
 
-    `tokens` holds the block's inputs. `targets` holds the reference block's outputs, and `without_mlp` its outputs
-    without the MLP. The fit has three stages. Adam fits the attention to `without_mlp`. Least squares fits the MLP's
-    second map in closed form. Then Adam fits both maps of the MLP. A stage is kept only if it lowers the error of the
-    block's output on held-out images.
+    `tokens` holds the block's inputs. `targets` holds the reference block's outputs, and `without_mlp` the reference
+    block's outputs without its MLP. The fit has three stages. Adam fits the attention to `without_mlp`. Least squares
+    fits the MLP's second map in closed form. Then Adam fits both maps of the MLP. A stage is kept only if it lowers the
+    error of the block's output on held-out images.
     """
 
     def __init__(self, block: _Block, tokens: Tokens, targets: Tokens, weight: Float[Tensor, "tokens"], knobs: Repair):

@@ -1,4 +1,4 @@
-"""Simulates the linear maps of an 8-bit file with gradients, to fit models before they are quantized."""
+"""Simulates the linear maps of an 8-bit file, with gradients, so that models can be fitted before quantization."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,9 +37,9 @@ class ChannelRanges:
 class EightBits(TorchFunctionMode):
     """Computes every linear map with inputs and weights rounded to 8 bits, as in NNCF's scheme for transformers.
 
-    Every input channel is divided by a factor (SmoothQuant), and all channels are rounded within one range. This range
-    covers the inputs of all passes under `calibrating`. Every row of weights has its own range. The mean error of every
-    output is subtracted, as in bias correction after quantization. Gradients pass through the rounding unchanged
+    Every input channel is divided by a factor (SmoothQuant). Then all channels are rounded within one range, which
+    covers the inputs of all passes under `calibrating`. Every row of the weights has its own range. The mean error of
+    every output is subtracted, as in bias correction after quantization. Gradients pass through the rounding unchanged
     (Bengio et al., 2013).
 
     Maps are identified by the order of the calls, so every `pass_` must be one pass of the same module. Gradients are
@@ -134,7 +134,7 @@ def _with_gradient(exact: Tensor, rounded: Tensor) -> Tensor:
 def rounded(run: Callable[[Tensor], Tensor], inputs: Iterable[Tensor], bits: int | None) -> Callable[[Tensor], Tensor]:
     """Returns `run` with its linear maps computed as in a file of `bits` bits, or unchanged if `bits` is None.
 
-    `run` is one pass of a module. It is first called with each of the `inputs` [any shape], to measure the ranges.
+    `run` is one pass of a module. First, it is called with each of the `inputs` [any shape] to measure the ranges.
     """
     if bits is None:
         return run

@@ -1,4 +1,4 @@
-"""Planning distributes one budget, e.g. a latency or a number of MACs, over the ranks and tokens of all layers."""
+"""Planning: distributes one budget, e.g. a latency or a number of MACs, over the ranks and tokens of all layers."""
 
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.planning.depth import least_needed_blocks

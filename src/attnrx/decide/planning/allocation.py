@@ -38,13 +38,13 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """Finds the plans with the least predicted divergence for every cost.
+    """Finds, for any cost, the plan with the least predicted divergence.
 
     The search is a multiple-choice knapsack problem, solved by dynamic programming over the layers. The state after a
-    layer is the number of pruned patches and the savings so far, because the costs and sensitivities of later layers
-    depend on nothing else. If the number of stages is limited (`Space.most_stages`), the state also counts the stages
-    so far. For every state, the plan with the lowest sensitivity is kept. The only approximation is that savings are
-    rounded to 1 / `GRID` of the unchanged model's cost.
+    layer consists of the number of pruned patches and the savings so far, because the costs and sensitivities of later
+    layers depend on nothing else. If the number of stages is limited (`Space.most_stages`), the state also counts the
+    stages so far. For every state, the plan with the lowest sensitivity is kept. The only approximation is that savings
+    are rounded to 1 / `GRID` of the unchanged model's cost.
     """
 
     space: Space
@@ -67,9 +67,9 @@ class Frontier:
     def near(self, limit: float, start: Choices) -> Step:
         """Returns a plan within the budget near `start`, found by greedy moves.
 
-        Each step makes the move with the largest savings per added divergence. A move lowers the rank of qk, vo or MLP
-        in one layer, or prunes more patches before a layer (`Space.moves`). Finally, choices that the budget does not
-        require are undone.
+        Each step makes the move that saves most per added divergence. A move lowers one rank (of qk, vo or MLP) in one
+        layer, or prunes more patches before a layer (`Space.moves`). Finally, choices that the budget does not require
+        are undone.
 
         Raises:
             NotSupported: The moves reach no plan that is cheap enough.
@@ -93,8 +93,9 @@ class Frontier:
     def few_stages(self, limit: float, count: int) -> tuple[Choices, ...]:
         """Returns plans within the budget that only prune tokens, in one to FEW stages.
 
-        For every set of layers, the best token counts are found. For every number of stages, the `count` sets with the
-        lowest predicted divergence are returned. `limit` is the largest allowed cost, as a share of the original's.
+        For every set of layers before which tokens may be pruned, the best numbers of tokens are found. For every
+        number of stages, the plans of the `count` sets with the lowest predicted divergence are returned. `limit` is
+        the largest allowed cost, as a share of the original's.
         """
         # Costs and sensitivities add up over the stages. A stage's contribution depends only on the numbers of tokens
         # before and after it, so all plans can be compared at once.
@@ -150,7 +151,7 @@ class Frontier:
 
     @property
     def reachable(self) -> float:
-        """The smallest cost share for which `at` finds a plan, rounded up."""
+        """The smallest cost share for which `at` finds a plan, with a margin for rounding."""
         return self.cheapest + self.nothing * ROUNDING_SLACK / GRID
 
     @property
@@ -162,7 +163,7 @@ class Frontier:
 
     @cached_property
     def nothing(self) -> float:
-        """The cost share of the unchanged model. For latency, 1 is the latency of the model in its own library."""
+        """The unchanged model's cost share. For latency, a share of 1 is the model's latency in its own library."""
         return self.cost_table.total(Choices.nothing(self.space.depth))
 
     @cached_property
@@ -177,8 +178,8 @@ class Frontier:
     def _gone(self) -> np.ndarray:
         """The number of pruned patches in every search state.
 
-        Without a limit on stages, every possible number occurs once. Otherwise, all numbers above 0 occur once per
-        number of stages.
+        Without a limit on stages, every possible number occurs once. With a limit, every number above 0 occurs once for
+        each number of stages.
         """
         return np.concatenate([self._numbers[:1], *([self._numbers[1:]] * (self.space.most_stages or 1))])
 
@@ -195,8 +196,8 @@ class Frontier:
     def _solved(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]]:
         """Returns the lowest sensitivities after all layers, and the backpointers of every layer.
 
-        The sensitivities are indexed by the number of pruned patches (gone) and by the saved cost. Index MAX_DEFICIT of
-        `saved` means no savings.
+        The sensitivities are indexed by the number of pruned patches (gone) and by the saved cost. In the second axis,
+        index MAX_DEFICIT means no savings.
         """
         # [gone, saved]. Infinity marks a state that no plan reaches. Before the first layer, only one state is reached,
         # in which nothing is pruned or saved.
@@ -273,7 +274,7 @@ class Frontier:
         return np.array(list(itertools.product(*((0, *self.space.available(axis)) for axis in RANKS))))
 
     def _saved_by_stage(self, layer: int, before: int) -> int:
-        """Returns the negative cost of a stage, in units of 1 / GRID."""
+        """Returns what a stage saves, in units of 1 / GRID. This is negative, because the stage itself has a cost."""
         tokens = self.cost_table.prefix + self.space.patches - int(self._gone[before])
         return self._parts(-self.cost_table.stages[layer, tokens])
 
@@ -282,7 +283,7 @@ class Frontier:
         return round(saved / (self.cost_table.whole * self.nothing) * GRID)
 
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
-        """Yields plans that save at least the share `saved` of the unchanged model's cost, lowest sensitivity first.
+        """Yields plans that save at least the share `saved` of the unchanged model's cost, by rising sensitivity.
 
         Because savings are rounded, some of these plans save less, by up to ROUNDING_SLACK units of 1 / GRID.
         """
@@ -315,8 +316,9 @@ class Frontier:
 def require_reachable(space: Space, cost_table: CostTable, limit: float) -> float:
     """Returns a lower bound on the cost share of any plan. Raises NotSupported if the bound is above `limit`.
 
-    The bound assumes the cheapest ranks in every layer. It also assumes that before every layer, a stage prunes as many
-    patches as possible at no cost. The check needs no sensitivities, so it can run before they are measured.
+    The bound assumes the cheapest ranks in every layer. It also assumes that before every layer but the first, a stage
+    prunes as many patches as possible at no cost. The check needs no sensitivities, so it can run before they are
+    measured.
     """
     cheapest, gone = cost_table.outside, 0
     tokens = cost_table.prefix + cost_table.patches

@@ -27,7 +27,7 @@ PER_MAC = 0.5
 
 
 def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "compress") -> ModelCosts:
-    """Returns the costs that a model would have after a prescription (qk, vo, MLP and tokens), without applying it.
+    """Returns the costs that a model would have if a prescription (for qk, vo, MLP and tokens) were applied to it.
 
     `by` names a compression, as in `realize`.
     """
@@ -57,14 +57,14 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "co
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """The cost of every layer by rank and number of tokens.
+    """The cost of every layer, for every rank and every number of tokens.
 
-    `quantity` is "latency" (in any unit of time), "macs" or "params". `whole` is the original's cost. `outside` is the
-    cost outside the blocks.
+    `quantity` is "latency" (in any unit of time), "macs" or "params". `whole` is the cost of the original model.
+    `outside` is the cost of its parts outside the blocks.
 
     `attention` has the axes [layer, level of qk, level of vo, tokens], and `mlp` has [layer, level, tokens]. Level 0 is
     the full rank. The token axis has an entry for every number of tokens, from none to all. `stages` [layer, tokens] is
-    the cost of a token reducer before a layer, by its number of input tokens.
+    the cost of a token reducer that runs before a layer and gets this number of tokens.
 
     `prefix` is the number of tokens before the patches, e.g. the class token, and `patches` is the number of patches.
     `spread` is the interquartile range of the timings divided by their median. Exact costs have a spread of 0.
@@ -189,14 +189,15 @@ def corrected(
     latency. The following models are timed:
 
     - The unchanged model. Its latency sets the overall scale.
-    - For every axis, a model with a middle level in all layers. Its latency sets a factor for the axis's savings.
+    - For every axis, a model with a middle level of this axis in all layers. Its latency sets a factor for the savings
+      on this axis.
     - A model with a middle level of both qk and vo. Its latency sets a factor for the difference between their joint
       savings and the sum of their separate savings.
     - Models with token reduction, one for each number of stages in `stages`. Three numbers are fitted to their
-      latencies by least squares. Two of them are the cost of a stage: a constant, and a part proportional to its number
-      of input tokens. The third is the share of the predicted token savings that a whole model does not achieve. In
-      isolation, a block may save more than in a whole model, because its weights stay in the cache. If the whole model
-      saves more than predicted, this share is negative.
+      latencies by least squares. Two of them make up the cost of a stage: a constant, and a part proportional to the
+      stage's number of input tokens. The third is a share of the savings that the table predicts for fewer tokens. A
+      whole model does not achieve this share, e.g. because the weights of a block that is timed alone stay in the
+      cache. If the whole model saves more than predicted, the share is negative.
     """
     # Timings of single blocks miss effects in whole models, such as weights that leave the cache. A few whole models
     # correct for them, one after the other: first the scale, then the axes, then the tokens.
@@ -254,13 +255,14 @@ def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
 
 
 def bounded(cost_table: CostTable, macs: CostTable) -> CostTable:
-    """Returns the table with less savings where a block costs less than PER_MAC times its share of `macs`.
+    """Returns the table with smaller savings wherever a block would cost less than PER_MAC times its share of the MACs.
 
-    Measured savings of attention and MLP are added up, and timings of several threads are noisy, so the cost of a
-    compressed block may even be negative.
+    The table adds up the measured savings of attention and MLP, and timings on several threads are noisy. Without this
+    bound, the cost of a compressed block could even be negative.
 
-    Of few tokens, a block gets at least this cost. Then the savings of all ranks and hidden units are scaled by one
-    factor per layer and number of tokens, so that even the smallest block costs as much.
+    First, the cost of the block at full rank is raised to the bound for every number of tokens. Then the savings by
+    lower ranks and fewer hidden units are scaled down by one factor per layer and number of tokens, so that even the
+    smallest block meets the bound.
     """
     full, work = (table.attention[:, 0, 0] + table.mlp[:, 0] for table in (cost_table, macs))  # [layer, tokens]
     share = np.divide(work, work[:, -1:], out=np.zeros_like(work), where=work[:, -1:] > 0)
@@ -282,7 +284,7 @@ def bounded(cost_table: CostTable, macs: CostTable) -> CostTable:
 
 
 def saving_factor(measured: float, predicted: float) -> float:
-    """Returns the measured saving divided by the predicted one, at most MOST. Returns 1 if no saving is predicted."""
+    """Returns the measured saving as a multiple of the predicted saving, from 0 to MOST, or 1 if none is predicted."""
     # The ratio must not be negative, because noise must not turn a saving into a cost.
     return min(max(measured / predicted, 0.0), MOST) if predicted > LEAST else 1.0
 
@@ -303,7 +305,7 @@ def with_savings(cost_table: CostTable, factors: Mapping[str, float]) -> CostTab
 
 
 def _some_at(space: Space, stages: int | None) -> Choices:
-    """Returns a plan that prunes half of the patches, in equal numbers at stages spread over the layers."""
+    """Returns a plan that prunes half of the patches, in equal parts, at stages that are spread over the layers."""
     layers = space.spread(stages)
     count = max(space.patches // (2 * len(layers)), 1)
     return replace(
@@ -316,10 +318,10 @@ def never_slower(
 ) -> np.ndarray:
     """Fits times [level, level of another axis, tokens] by least squares so that a lower rank is never slower.
 
-    The fit adds up the savings of both axes. A kernel may pad one axis to the size of the other, so there is an
-    interaction term for every level that both axes have reached. Savings are subtracted from a common intercept or,
-    with `from_zero`, from zero. Use `from_zero` for times that are differences from the full level. The fit has fewer
-    parameters than there are times, so it also reduces measurement noise.
+    In the fit, the savings of both axes add up. A kernel may pad one axis to the size of the other. So there is a
+    further saving for every level, which counts only once both axes have reached this level. Savings are subtracted
+    from a common intercept or, with `from_zero`, from zero. Use `from_zero` if the times are differences from the time
+    at full rank. The fit has fewer parameters than there are times, so it also reduces measurement noise.
     """
     # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. The savings of an
     # indicator cannot be negative, so the fitted times cannot rise from one level to the next.

@@ -29,12 +29,12 @@ def least_needed_blocks(
 
     Args:
         model: The model, without token pruning or merging.
-        images: Images without labels, normalized for the model, in any form that attnrx reads.
+        images: Images, normalized for the model, in any form that attnrx reads. They need no labels.
         count: The number of blocks to remove. At least one block must remain.
         batch_size: The number of images per forward pass.
 
     Returns:
-        The blocks to remove. The reason for each block states the divergence after its removal.
+        The blocks to remove. The reason for each block states the divergence right after this block was removed.
 
     Raises:
         InvalidInput: The model has no more than `count` blocks.

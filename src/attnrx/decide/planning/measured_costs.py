@@ -1,4 +1,4 @@
-"""Measures cost tables for latency: the time of a block by rank and number of tokens, on this machine.
+"""Measures cost tables for latency: the time of a block on this machine, for every rank and number of tokens.
 
 The timed blocks run in PyTorch or in the runtime of an export format, e.g. ONNX Runtime.
 """
@@ -117,7 +117,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
     measurement, or if the timings are noisy, the problem is logged, and the table is used but not stored.
 
     Raises:
-        NotSupported: ATTEMPTS measured tables were implausible.
+        NotSupported: Tables were measured ATTEMPTS times, and all of them were implausible.
     """
     family = family_of(space.model)
     # Latency does not depend on weights, so they are not part of the key. All models of one architecture share a table.
@@ -188,12 +188,12 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
 def measured_cost_table(
     space: Space, protocol: LatencyProtocol, images: Float[Tensor, "batch channels height width"], levels: Sequence[int]
 ) -> CostTable:
-    """Times one block at several levels and numbers of tokens, and the whole model, on a batch of images.
+    """Times the whole model, and one block at several levels and numbers of tokens, on a batch of images.
 
-    After a stage that prunes or merges tokens, attention may be weighted by token sizes (proportional attention), so
-    the timed block does the same. Each time is divided by the original block's time in the same round. Costs are
-    relative to the unchanged model in attnrx's own code. The cost of token reducers is added later, by `corrected`. The
-    times are fitted so that a lower rank is never slower.
+    After a stage that prunes or merges tokens, attention may be weighted by token sizes (proportional attention). The
+    timed block then weights its attention, too. Each time is divided by the original block's time in the same round.
+    Costs are relative to the unchanged model in attnrx's own code. The cost of token reducers is added later, by
+    `corrected`. The times are fitted so that a lower rank is never slower.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -235,10 +235,10 @@ def file_cost_table(
     form: Format,
     baseline: Baseline,
 ) -> CostTable:
-    """Times unchanged blocks at several numbers of tokens, and the whole model, in the runtime of a format.
+    """Times the whole model, and unchanged blocks at several numbers of tokens, in the runtime of an export format.
 
-    Lower ranks are not timed one by one. A rank is assumed to save the same share of a block's time as of the block's
-    multiply-accumulates, times a factor. Each axis has its own factor, which is measured at one rank.
+    Lower ranks are not timed one by one. The share of a block's time that a lower rank saves is assumed to be
+    proportional to the share of multiply-accumulates that it saves. The factor is measured at one rank for each axis.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -260,7 +260,7 @@ def file_cost_table(
 
 
 def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
-    """Interpolates times along `dim` between an axis's `known` levels, linearly in the kept share of the rank.
+    """Interpolates times along `dim` between the `known` levels of an axis, as a linear function of the kept rank.
 
     Below the last known level, the line through the last two known levels is extrapolated.
     """
@@ -275,10 +275,11 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
 
 
 class _Called(nn.Module):
-    """Runs successive blocks with recorded arguments that their model passes besides the tokens, e.g. rotary positions.
+    """Runs successive blocks with the recorded arguments that their model passes them, e.g. rotary positions.
 
-    With a `reduction`, the blocks run as they do after a token stage, where every token has a size and a patch index.
-    `last` is the model's shortcut for its last block. If it is set, the block computes only the class token.
+    Only the tokens are new. With a `reduction`, the blocks run as they do after a token stage, where every token has a
+    size and a patch index. `last` is the model's shortcut for its last block. If `last` is set, the block computes only
+    the class token.
     """
 
     def __init__(
@@ -312,10 +313,10 @@ class _Called(nn.Module):
 
 
 class _Timer:
-    """Times blocks and models in one runtime, at the numbers of tokens in `grid`.
+    """Times whole models, and blocks at the numbers of tokens in `grid`, in one runtime.
 
-    All times are relative to the original block with all tokens. If the plan may prune tokens, the timed blocks are the
-    blocks after a token stage. Otherwise, the first blocks of the model are timed.
+    All times are relative to the time of the original block with all tokens. If the plan may prune tokens, the timed
+    blocks are the blocks after a token stage. Otherwise, the first blocks of the model are timed.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -368,7 +369,7 @@ class _Timer:
     def _prepared(
         self, model: nn.Module, layers: range, shortened: bool = False, after_stage: bool = False
     ) -> Callable[[torch.Tensor], Any]:
-        """Returns a function that runs these blocks in the runtime, either before any stage or after one."""
+        """Returns a function that runs these blocks in the runtime, as they run before or after a token stage."""
         key = layers, shortened, after_stage
         if model is self.space.model and key in self._ready:
             return self._ready[key]
@@ -392,7 +393,7 @@ class _Timer:
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Times a block with these levels of the axes, after a token stage, at every number of tokens in the grid.
 
-        The last entry of the result is the time with all tokens, before any token stage.
+        One more entry at the end of the result is the time with all tokens, before any token stage.
         """
         choices, model = Choices.nothing(self.space.depth), self.space.model
         for axis, level in levels.items():
@@ -529,7 +530,7 @@ def timing_conditions(
 
 
 def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> LatencyProtocol:
-    """Returns the timing protocol for final results: whole batches, by wall clock, in several processes."""
+    """Returns the protocol for timing final results: whole batches, measured by wall clock, in several processes."""
     rounds = final_rounds(batch, family_of(model).costs(model).macs)
     return LatencyProtocol(conditions, rounds, warmup=2, processes=PROCESSES)
 

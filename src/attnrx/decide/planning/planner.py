@@ -98,7 +98,7 @@ def plan(
 
     Args:
         model: The model, without token pruning or merging.
-        diagnosis: The diagnosis of the model. To plan values and MLPs, it must include moments.
+        diagnosis: The diagnosis of the model. It must include moments if values or MLPs may be pruned.
         target: A target or its text, e.g. "macs=0.6x" or "faster=1.6". A speed is relative to your model as you would
             run it without attnrx.
         images: Images for choosing the plan. Images that are also among `others` are not used.
@@ -111,8 +111,8 @@ def plan(
     Raises:
         InvalidInput: The target is a recall, which is measured after the repair. Give it to `shrink` instead.
         FingerprintMismatch: The diagnosis belongs to another model.
-        NotSupported: According to the cost table, no plan is cheap enough, or the measured latency does not reach the
-            target.
+        NotSupported: According to the cost table, no plan is cheap enough, or no plan reaches the target when it is
+            timed.
         NoOpPrescription: The unchanged model meets the target, e.g. because attnrx's kernels are faster. Save it
             unchanged.
 
@@ -142,12 +142,12 @@ def plan_sharing(
     reference: nn.Module | None = None,
     baseline: Baseline | None = None,
 ) -> Plan | TargetMet:
-    """Returns a plan like `plan` does, or `TargetMet` if the unchanged model meets the target.
+    """Returns a plan, as `plan` does, or `TargetMet` if the unchanged model meets the target.
 
-    Targets for the same kind of cost share one planner in the dictionary `planners`. A missing planner is added. All
-    divergences and cost shares are relative to the `reference`, by default the model. The model may also be a copy of
-    the reference with a smaller decoder. Latencies are relative to the `baseline`, by default the model as it runs
-    without attnrx.
+    All targets for the same kind of cost, e.g. latency, share one planner in the dictionary `planners`. If it is
+    missing, it is created. Divergences are measured against the `reference`, by default the model. The model may also
+    be a copy of the reference with a smaller decoder. Latencies are relative to the `baseline`, by default the model as
+    it runs without attnrx. All other costs are relative to the model.
 
     Raises:
         InvalidInput: The target is a recall, which is measured after the repair.
@@ -189,7 +189,10 @@ BY_SOFTENED = attrgetter("softened")  # the key by which trials are compared
 
 
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
-    """Applies up to `MOST_VARIED` random changes. Each change keeps or prunes more in a layer, or moves a stage."""
+    """Applies up to `MOST_VARIED` random changes to a plan.
+
+    Each change either keeps more in one layer, or prunes more in one layer, or moves a stage.
+    """
     for _ in range(1 + int(random.integers(MOST_VARIED))):
         # Changes may raise or lower the cost, because greedy moves meet the budget again afterwards.
         variations = list((space.relaxations, space.moves, space.shifts)[random.integers(3)](choices))
@@ -202,8 +205,8 @@ class Planner:
     """Makes plans for one kind of cost, such as latency. All targets for this cost share the planner.
 
     The planner measures costs, sensitivities and deviations only once, and keeps the last timing of every plan.
-    Deviations are relative to the `reference`, by default the model. The model may also be a copy of the reference with
-    a smaller decoder. Sensitivities are relative to the model itself, because choices change this model.
+    Deviations are measured against the `reference`, by default the model. The model may also be a copy of the reference
+    with a smaller decoder. Sensitivities are measured against the model itself, because choices change this model.
     """
 
     def __init__(
@@ -262,7 +265,7 @@ class Planner:
         return self._realized[choices]
 
     def deviation(self, choices: Choices, answers: Answers) -> Deviation:
-        """Returns how far a plan's outputs deviate on the images in `answers`, which are the first of all images."""
+        """Returns how far a plan's outputs deviate on the images in `answers`, the first of the planner's images."""
         key = len(answers), choices
         if key not in self._deviations:
             # A larger set begins with the same images, so earlier outputs are reused.
@@ -280,7 +283,7 @@ class Planner:
         return Trial(step, deviation.mean, deviation.softened.mean().item())
 
     def latency(self, choices: Choices) -> dict[str, Any]:
-        """Returns a plan's last timing, which becomes the promised speed. If a format is set, the file is timed."""
+        """Returns a plan's last timing, which becomes its promised speed. If a format is set, its file is timed."""
         if choices not in self._latencies:
             (self._latencies[choices],) = self.timer.timings([self.realized(choices)])
         return self._latencies[choices]
@@ -334,9 +337,9 @@ class Planner:
     def best(self, target: Target) -> Trial | TargetMet:
         """Returns the best plan for a target.
 
-        If the target is a latency or a file size, plans are measured and corrected several times. If the target limits
-        the loss, the best plan is the cheapest plan within this limit. If the unchanged model meets the target, returns
-        `TargetMet` instead.
+        If the target is a latency or a file size, several plans are made, and each is corrected by the measurement of
+        the previous one. If the target limits the loss, the best plan is the cheapest plan within this limit. If the
+        unchanged model meets the target, returns `TargetMet` instead.
 
         Raises:
             NotSupported: No plan is cheap enough or keeps the loss within the limit, or measured latencies differ too
@@ -370,7 +373,7 @@ class Planner:
         return explained(self.space, self.cost_table, self.sensitivities, choices)
 
     def _by_timing(self, target: Target) -> Trial | TargetMet:
-        """Makes several plans. After each plan, the target is corrected by the measured latency.
+        """Makes several plans. The measured latency of each plan corrects the limit for the next plan.
 
         Returns the best plan that is fast enough, or `TargetMet` if the unchanged model is fast enough.
         """
@@ -474,7 +477,7 @@ class Planner:
         return self.tried(self.frontier.at(limit))
 
     def _searched(self, limit: float) -> Trial:
-        """Searches for the best plan at a cost. Measures the plan of `Frontier.at` first, and then further plans."""
+        """Searches for the best plan at a cost. Measures the plan from `Frontier.at` first, and then other plans."""
         trials, few = [self._first(limit)], ()
         if self.minimized == "latency":
             # Each stage takes time. But pruning many patches at once changes the outputs more than the sum of
@@ -512,7 +515,7 @@ class Planner:
         return min(steps, key=lambda step: step.sensitivity) if steps else self.frontier.near(limit, best)
 
     def tried(self, step: Step, best: Trial | None = None) -> Trial:
-        """Measures a plan on one batch. If it is not far worse than the best plan, measures it on all trial images."""
+        """Measures a plan on one batch and, unless it is far worse than the best plan there, on all trial images."""
         few, about = self.answers.first(1), ""  # one batch
         trial = self.trial(step, few)
         least = trial if best is None else self.trial(best.step, few)
@@ -662,7 +665,7 @@ class UniformPlanner(Planner):
 
 
 def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, PredictedQuantity]:
-    """Returns the predictions for other images, as means with their standard deviations.
+    """Returns predictions for other images: the mean of each quantity, and its standard deviation over the images.
 
     Raises:
         InvalidInput: There are fewer than two images.
@@ -686,7 +689,7 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
 
 
 def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices) -> tuple[str, ...]:
-    """Describes in one line per choice what it saves if all other choices stay, and its own sensitivity."""
+    """Describes each choice in one line: what it saves while all other choices stay, and its own sensitivity."""
     lines, total = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
     for layer in range(space.depth):

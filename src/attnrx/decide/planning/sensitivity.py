@@ -183,8 +183,8 @@ def resumed(
     blocks return the outputs of their `earlier` calls, because a decoder may read them. If `layer` is 0, the whole
     model runs. Hooks on the blocks still run.
 
-    If attnrx cannot read the model's attention, the blocks are MLPs with other modules between them. In this case, only
-    the last of the first `layer` blocks is skipped.
+    If attnrx cannot read the model's attention, it treats only the MLPs as blocks, and other modules lie between them.
+    In this case, only block number `layer` (counted from 1) is skipped.
     """
     # The model itself calls its blocks, so its code around and between them still runs, e.g. rotary tables and pooling.
     # Skipped blocks return at once.
@@ -242,14 +242,14 @@ class Sensitivities:
 
 
 def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings) -> Sensitivities:
-    """Measures the sensitivity of every axis at the probed levels, in one layer at a time.
+    """Measures the sensitivity of every axis at the probed levels, by changing one layer at a time.
 
-    The layers before the changed one run only once per batch. Sensitivities between the probed levels are interpolated
-    by the removed energy. This energy is the sum of the squared strengths of the pruned directions, in the metric that
-    prescriptions record.
+    The layers before the changed one run only once per batch. Between the probed levels, the sensitivity is
+    interpolated as a function of the removed energy. This energy is the sum of the squared strengths of the pruned
+    directions, in the metric that prescriptions record.
 
-    With `layer_stride`, some layers are not measured. The divergence per removed energy, or per pruned patch, is then
-    interpolated over the layers.
+    With `layer_stride`, some layers are not measured. For these layers, the divergence per removed energy, and the
+    divergence for each number of pruned patches, are interpolated between the measured layers.
     """
     probes = {
         (axis, level): realize(space.model, space.prescription(space.uniform(axis, level)))
@@ -294,7 +294,7 @@ def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
 
 
 class _BatchProbe:
-    """Records the calls of every block on one batch. Changed blocks are evaluated from these recorded calls."""
+    """Records the calls of every block on one batch, and evaluates changed blocks on these recorded calls."""
 
     def __init__(self, space: Space, family: Family, layers: Sequence[int], outputs: OutputKind):
         self.space, self.family, self.layers, self.outputs = space, family, layers, outputs
@@ -368,7 +368,7 @@ def _curves(
 
 
 def removed_energies(space: Space, axis: str, level: int) -> list[float]:
-    """Returns, for every layer, the sum of the squared strengths that a level of an axis removes."""
+    """Returns, for every layer, the sum of the squared strengths of what a level of an axis removes."""
     piece = space.piece(axis, level)
     assert piece is not None
     if axis == "qk":  # the prescription may lack the original strengths of pruned directions
@@ -386,7 +386,10 @@ def removed_energies(space: Space, axis: str, level: int) -> list[float]:
 
 
 def _on_line(x: float, points: np.ndarray, values: np.ndarray) -> float:
-    """Interpolates and extrapolates linearly between points, with slopes of at least 0. A single point gets slope 1."""
+    """Interpolates linearly between points and extrapolates beyond them, with slopes of at least 0.
+
+    With a single point, the slope is 1.
+    """
     # A negative slope is noise. Extrapolating it would make large changes look harmless. Slope 1, in logarithms, means
     # that the divergence is proportional to the energy or count.
     order = np.argsort(points)

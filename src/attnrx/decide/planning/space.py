@@ -47,7 +47,7 @@ def format_of(settings: PlanSettings) -> Format | None:
 
 
 def runtime_of(model: nn.Module, settings: PlanSettings) -> Runtime:
-    """Returns the properties of the runtime in which a plan's result will run (a row of `nouns.runtime`).
+    """Returns the properties of the runtime in which the planned model will run (a row of `nouns.runtime`).
 
     If the settings name a file format, its runtime is used. Otherwise, the runtime is CUDA if the model or the timings
     are on a CUDA device. If not, it is eager or compiled PyTorch.
@@ -95,10 +95,10 @@ class Choices:
 class Space(Displayed):
     """The search space: all plans for one model.
 
-    `form` is the kind of rule for every level. "total_rank" distributes a layer's directions over its heads, by their
-    strengths. "uniform_rank" gives all heads the same rank. For the same MACs, "uniform_rank" changes the outputs more
-    than "total_rank", but is faster if kernels pad all heads to the largest rank. Ranks are multiples of `multiple`.
-    Hidden widths are multiples of `width_multiple`.
+    `form` names the rule that prescribes every level. "total_rank" keeps the strongest directions of all heads
+    together, so heads get different ranks. "uniform_rank" gives all heads the same rank. For the same MACs,
+    "uniform_rank" changes the outputs more than "total_rank", but is faster if kernels pad all heads to the largest
+    rank. Ranks are multiples of `multiple`. Hidden widths are multiples of `width_multiple`.
 
     The total number of pruned patches is `offset` plus a multiple of `step`. For latency, `offset` is chosen so that
     the number of remaining tokens is a multiple of `step`, which suits kernels. A plan has at most `most_stages`
@@ -122,8 +122,9 @@ class Space(Displayed):
     def of(cls, model: nn.Module, diagnosis: Diagnosis, target: Target, settings: PlanSettings) -> "Space":
         """Returns the search space for a target.
 
-        The runtime in which the model will run (a row of `nouns.runtime`) determines the axes and the steps. Heads also
-        get equal ranks if a norm runs over the outputs of all heads, because such heads cannot be reordered.
+        The runtime in which the model will run (a row of `nouns.runtime`) determines the axes, the steps, and whether
+        all heads get equal ranks. Heads also get equal ranks if a norm runs over the outputs of all heads, because such
+        heads cannot be reordered.
 
         Raises:
             NotSupported: The settings name an axis that the model lacks, or no part of the model can be pruned.
@@ -237,7 +238,7 @@ class Space(Displayed):
 
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
-        """The spectra of the score directions in the metric for qk, per layer."""
+        """The spectrum of every layer's score directions, in the metric for qk."""
         diagnosis = self.diagnosis if self.metric is None else rewritten(self.diagnosis, self.metric)[0]
         return tuple(layer.spectrum for layer in diagnosis.layers)
 
@@ -255,7 +256,7 @@ class Space(Displayed):
     def piece(self, axis: str, level: int) -> Prescription | None:
         """Returns the prescription for one level of one axis in all layers, or None if this level changes nothing.
 
-        The prescription is cached. It has no weights (`refit` in `prescribe_maps`).
+        The prescription is cached. It contains no refitted weights (see `refit` in `prescribe_maps`).
         """
         key = (axis, level)
         if key not in self._pieces:
@@ -306,10 +307,10 @@ class Space(Displayed):
         return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens}, refit)
 
     def even_schedules(self) -> tuple[Choices, ...]:
-        """Returns plans that only prune tokens, in equal numbers before every layer but the first.
+        """Returns plans that only prune tokens, the same number before every layer but the first.
 
-        The plans that prune the most patches come first. If the number of stages is limited, the stages are spread over
-        the layers.
+        The plans that prune the most patches come first. If the number of stages is limited, a plan has fewer stages,
+        which are spread over the layers.
         """
         if TOKENS not in self.axes or self.depth < 2:
             return ()
@@ -325,9 +326,9 @@ class Space(Displayed):
         return self._fitted(replace(Choices.nothing(self.depth), num_pruned=num_pruned))
 
     def relaxations(self, choices: Choices, step: int | None = None) -> Iterator[Choices]:
-        """Yields every plan with one change that keeps more in one layer: a higher rank, or fewer pruned patches.
+        """Yields every plan that keeps more in one layer by one change: a higher rank, or fewer pruned patches.
 
-        `step` is the step between numbers of pruned patches, by default the space's step.
+        `step` is the step between the numbers of pruned patches, by default the space's own step.
         """
         for axis in AXES:
             for layer, now in enumerate(choices.of(axis)):
@@ -335,7 +336,7 @@ class Space(Displayed):
                 yield from (choices.with_choice(axis, layer, value) for value in values if value < now)
 
     def moves(self, choices: Choices) -> Iterator[Choices]:
-        """Yields every plan with one change that keeps less in one layer: a lower rank, or more pruned patches."""
+        """Yields every plan that keeps less in one layer by one change: a lower rank, or more pruned patches."""
         for axis in RANKS:
             levels = self.available(axis)
             for layer, now in enumerate(choices.of(axis)):
@@ -380,5 +381,5 @@ class Space(Displayed):
         return replace(choices, num_pruned=tuple(num_pruned))
 
     def at_once(self, present: Count) -> Count:
-        """Returns how many patches one stage may prune at most, i.e. half of its input, rounded down to whole steps."""
+        """Returns the most patches that one stage may prune: half its input, rounded down to a multiple of `step`."""
         return present // 2 // self.step * self.step

@@ -1,8 +1,9 @@
-"""Plans for portable models, in which a library's class requires one MLP width and number of heads for all layers.
+"""Plans for portable models, in which all layers have the same MLP width and the same number of heads.
 
-MACs and parameters are computed in closed form. Latency is assumed to be a linear function of the MACs, fitted to two
-timed models. For every number of heads, the best plan has the largest width within the budget. A search therefore
-compares only one plan per number of heads. As in every plan, each layer selects its own units and heads.
+The library's own class requires these equal sizes. MACs and parameters are computed in closed form. Latency is assumed
+to be a linear function of the MACs, fitted to two timed models. For every number of heads, the best plan has the
+largest width within the budget. A search therefore compares only one plan per number of heads. As in every plan, each
+layer selects its own units and heads.
 """
 
 from collections.abc import Mapping
@@ -48,8 +49,8 @@ class UniformSpace(Space):
         """Returns the space of portable plans for a model.
 
         Raises:
-            NotSupported: The library's class has no argument for the MLP width, or no smaller width is a multiple of
-                the required number.
+            NotSupported: The library's class has no argument for the MLP width, or no width below the model's own is a
+                multiple of the required number.
         """
         space = cls(model, diagnosis, None, (HIDDEN,), multiple=width_multiple(model, settings))
         require_portable(model, settings, space.stock)
@@ -83,7 +84,7 @@ class UniformSpace(Space):
         return self.stock.hidden, *smaller_widths(self.stock, self.multiple)
 
     def rules(self, sizes: Sizes) -> dict[str, TotalRank]:
-        """Returns rules that keep the strongest hidden units and heads of every layer. `sizes` sets their numbers."""
+        """Returns rules that keep the strongest hidden units and heads of every layer. `sizes` states how many."""
         pairs = ((HEADS, sizes.heads, self.stock.heads), (HIDDEN, sizes.hidden, self.stock.hidden))
         return {name: TotalRank(count) for name, count, full in pairs if count < full}
 
@@ -112,7 +113,7 @@ def smaller_widths(stock: Stock, multiple: int) -> tuple[int, ...]:
 
 
 def width_multiple(model: nn.Module, settings: PlanSettings) -> int:
-    """Returns the number that must divide the MLP widths of a portable plan, by default the runtime's number."""
+    """Returns the number whose multiples a portable plan may use as MLP widths, by default the runtime's number."""
     return settings.multiple or runtime_of(model, settings).width_multiple
 
 
@@ -144,7 +145,7 @@ def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | No
 
 
 def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
-    """Narrows MLPs outside the blocks, in place, if the library gives them the same width as MLPs in the blocks."""
+    """Narrows MLPs outside the blocks, in place, if the library gives them the same width as the MLPs in the blocks."""
     family = family_of(model)
     hidden, heads = hidden_units(family.mlp(model))[0], len(family.specs(model)[0].heads)
     if pairs := stock.followers(hidden, heads):
@@ -152,7 +153,7 @@ def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
 
 
 def portable_form(model: nn.Module, original: nn.Module, images: ImageSet) -> nn.Module:
-    """Returns a working copy of a realized plan's model, created by the library's class, with all MLPs narrowed.
+    """Narrows the remaining MLPs of a realized plan's model, and returns a working copy made by the library's class.
 
     Raises:
         NotSupported: The library's class cannot create this model.

@@ -106,8 +106,8 @@ def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis
     """Returns the diagnosis with all score directions rewritten in a metric, and each layer's change of basis.
 
     The new strengths are the singular values of the bilinear map in that metric. A squared strength is the error of
-    removing its direction, so all rules can use these strengths like learned ones. The moments of queries and keys are
-    recomputed. Readings that do not depend on the directions are kept, and all others are removed.
+    removing its direction, so all rules can use these strengths like learned strengths. The moments of queries and keys
+    are recomputed. Readings that do not depend on the directions are kept, and all other readings are removed.
     """
     return diagnosis.once(("rewritten", metric), partial(_rewritten, diagnosis, metric))
 
@@ -146,8 +146,8 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
 def _rotary_layer(layer: LayerDiagnosis, found: "RotaryDirections") -> tuple[LayerDiagnosis, Basis]:
     """Returns a rotary layer with new strengths, and a basis that keeps all of its directions.
 
-    The strengths are used only to choose the ranks. The best form of a rank does not contain the best forms of smaller
-    ranks, so the forms are computed later, for the chosen ranks (`RotaryDirections.decision`).
+    The strengths are used only to choose the ranks. A head's best form (`_Choice`) at one rank does not contain its
+    best forms at smaller ranks, so the forms are computed later, for the chosen ranks (`RotaryDirections.decision`).
     """
     roots = torch.where(layer.spectrum.used, found.strength, 1.0).rsqrt()
     # Both sides are divided by the root of the strength, so all directions together give the original scores.
@@ -159,7 +159,7 @@ def _rotary_layer(layer: LayerDiagnosis, found: "RotaryDirections") -> tuple[Lay
 
 @dataclass(frozen=True)
 class _Choice:
-    """One candidate form of a rotary head, with its error.
+    """One candidate form of a rotary head, i.e. a choice of the directions that it keeps, with the error.
 
     The `slow` slowest pairs are stored without rotation. They are combined with the head's unrotated rows, and
     `unrotated` of the resulting directions are kept. Of the other pairs, which stay rotated, `rotated` pairs are kept.
@@ -174,7 +174,7 @@ class _Choice:
 class _Head:
     """Finds the best form of one rotary head for every rank, from the Gram matrices of its rows.
 
-    The rows are ordered: unrotated rows, real parts, imaginary parts.
+    The unrotated rows come first, then the real parts of the pairs, then their imaginary parts.
     """
 
     # For every number of slow pairs, the unrotated rows and the slow pairs are balanced into ordinary directions. The
@@ -218,7 +218,7 @@ class _Head:
         return best
 
     def _path(self, slow: int) -> list[_Choice]:
-        """Returns forms with `slow` unrotated pairs, by rank. Each form adds the next best direction or pair."""
+        """Returns forms with `slow` unrotated pairs, from rank 0 up. Each adds the next best direction or pair."""
         # The squared error is the sum of three parts, which are assumed to be independent. `lost` is what slow pairs
         # lose without rotation. `tails` is for removed ordinary directions, and `rests` for removed fast pairs.
         static, fast = self.slowest[:slow], self._fast(slow)
@@ -308,7 +308,7 @@ class RotaryDirections:
 
     @cached_property
     def strength(self) -> Float[Tensor, "heads directions"]:
-        """Descending strengths. Their squares are the decreases of the errors' lower convex hull."""
+        """The strengths, largest first. Their squares are the decreases of the lower convex hull of the errors."""
         # Rules allocate ranks by squared strengths. This allocation is exact only if the error is convex in the rank.
         strength = torch.zeros(self.used.shape, dtype=torch.float64)
         for row, head in zip(strength, self.heads, strict=True):
@@ -336,7 +336,7 @@ class RotaryDirections:
 
 
 def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
-    """Returns, for every rank from 1 on, how much the lower convex hull of the errors decreases.
+    """Returns, for every rank from 1 on, by how much the lower convex hull of the errors decreases at this rank.
 
     The hull is the largest convex function that is nowhere above the errors.
     """

@@ -14,7 +14,7 @@ def portable_rules(rules: Mapping[str, Rule], others: Sequence[str], multiple: i
     """Checks and completes rules for a portable model. A rule for hidden units that sets no multiple gets `multiple`.
 
     Raises:
-        NotSupported: `others` is not empty. It names maps that no library class can represent after pruning.
+        NotSupported: `others` names a map that no library class can represent after pruning.
     """
     if others:
         raise NotSupported(
@@ -31,7 +31,10 @@ def _rounded(rule: Any, multiple: int) -> Rule:
 
 
 def require_uniform(prescription: Prescription, multiple: int) -> None:
-    """Raises InvalidRule unless all layers keep equal numbers of heads and units, and `multiple` divides the units."""
+    """Raises InvalidRule unless all layers keep the same number of heads and the same number of hidden units.
+
+    The number of hidden units must also be divisible by `multiple`.
+    """
     for name, unit in ((HIDDEN, multiple), (HEADS, 1)):
         decisions = [layer.decisions.get(name) for layer in prescription.layers]
         # None means that all units or heads stay. A dict keeps the layers' counts in order, without repetitions.

@@ -85,17 +85,17 @@ def prescribe(
             prescription with trained predictors (`prescribed_tokens`). "depth=without:5,9" removes these blocks,
             counted from 1. `least_needed_blocks` finds blocks to remove.
         portable: Whether the result must fit the library's own class, so that `save` with portable=True can write a
-            checkpoint for the library. Then only `hidden`, `heads` and `depth` are allowed. Hidden units are rounded to
-            the multiple. All layers must keep the same numbers of units and heads.
-        multiple: For a portable prescription, the number that must divide the MLP width. None means 8.
+            checkpoint for the library. Then only `hidden`, `heads` and `depth` are allowed. The number of hidden units
+            is rounded to a multiple of `multiple`. All layers must keep the same number of units and of heads.
+        multiple: The MLP width of a portable prescription is a multiple of this number. None means 8.
 
     Returns:
-        The prescription, which contains the kept directions of every map and the reasons.
+        The prescription, which states what every map keeps, with the reasons.
 
     Raises:
         NoOpPrescription: The rules keep everything.
         InvalidInput: A model was passed, but the rules need a diagnosis.
-        InvalidRule: A rule is outside its range, does not apply to its map, or removes a map in all layers.
+        InvalidRule: A rule has an invalid option, does not apply to its map, or removes all of a map in every layer.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -149,7 +149,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     """Returns a prescription for every map that `rules` names, in every layer.
 
     The rule for "heads" is applied first. The other rules then get layers without the removed heads. In the metric
-    "centered", the output projection is refitted to the remaining heads, which becomes a decision about "vo".
+    "centered", the output projection is refitted to the remaining heads. This refit becomes a decision about "vo".
 
     The rule for "qk" selects directions by their strengths. Depending on its metric (METRICS), these are rewritten
     directions or the model's own. Without this rule, the scores do not change. The rules for "vo", "fc1" and "fc2" use
@@ -247,7 +247,7 @@ def _applies(rule: Rule, name: str) -> bool:
 
 
 def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
-    """Returns the rule with its metric filled in. Rules for qk get no metric if they use the model's own directions."""
+    """Returns the rule with its metric filled in. A rule for qk gets none if it uses the model's own directions."""
     if not _applies(rule, name):
         other = "remove_heads or total_rank:0.75" if name == HEADS else "total_rank:0.5 or energy_retention:0.9"
         raise InvalidRule(f"{name}={rule}: this rule does not apply to {name}; use e.g. {other}.")
@@ -259,7 +259,7 @@ def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
 
 
 def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreDecision], list[Spectrum]]:
-    """Returns every layer's decision about the scores, and the spectrum of the directions that it selects from."""
+    """Returns every layer's decision about the scores, with the spectrum from which it selects the directions."""
     own_spectra = [layer.spectrum for layer in diagnosis.layers]
     unchanged = [keep_only(spectrum, spectrum.used) for spectrum in own_spectra]
     if rule is None:
@@ -419,7 +419,7 @@ def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
 
 
 def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> ScoreDecision:
-    """Returns the decision without the directions of removed heads, and with a reason that says they are removed."""
+    """Returns the decision without the directions of removed heads. Their reasons say that the head is removed."""
     if heads is None:
         return decision
     is_kept = heads.keep.tolist()

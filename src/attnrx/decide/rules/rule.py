@@ -1,6 +1,6 @@
-"""Rules that decide which directions to keep: their interface, common rules, combinations, and rules as text.
+"""Rules that decide which directions to keep: their interface, common rules, combinations, and parsing from text.
 
-Helper functions read a diagnosis for a rule, and turn masks into decisions.
+Helper functions get what a rule needs from a diagnosis, and turn masks into decisions.
 """
 
 import math
@@ -81,9 +81,9 @@ class Rule(ABC):
 
     @abstractmethod
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Returns one layer's kept directions with their strengths and reasons.
+        """Returns the decision about one layer: its kept directions, their strengths, and the reasons.
 
-        Rules use the layer's spectrum, and `LayerDiagnosis.reading` for everything else.
+        Rules read the layer's spectrum, and get everything else by `LayerDiagnosis.reading`.
         """
 
     def __and__(self, other: "Rule") -> "And":
@@ -117,7 +117,10 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
 def rank_positions(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Int[Tensor, "heads directions"]:
-    """Returns each direction's rank in its head: 0 for the largest amount. Ties keep their order. Padding is last."""
+    """Returns each direction's position in its head, sorted by amount: 0 for the largest amount.
+
+    Ties keep their order. Padding comes last.
+    """
     # Amounts are never negative, so -1 sorts the padding last. The argsort of a permutation is its inverse.
     order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
@@ -149,11 +152,11 @@ def fewest_holding(
 
 @checked()
 def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
-    """Returns a bound on the change of any masked score for the same tokens (SVDA, Theorem 1, Eq. 12).
+    """Returns, per head, a bound on how much any score of the same tokens changes (SVDA, Theorem 1, Eq. 12).
 
     The bound is max |change of strength| * scale, because query and key rows have unit length. The bound also holds if
-    strengths are changed instead of removed. For dense attention, any change makes the bound infinite, because rows may
-    have any length. The bound is also infinite if all heads share their directions.
+    directions get other strengths instead of being removed. For dense attention, any change makes the bound infinite,
+    because rows may have any length. The bound is also infinite if all heads share their directions.
     """
     if decision.keep.shape != spectrum.used.shape:  # no bound exists for shared directions
         return torch.full((len(decision.keep),), math.inf, dtype=torch.float64)
@@ -165,10 +168,10 @@ def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "h
 
 
 def keep_only(spectrum: Spectrum, keep: Bool[Tensor, "heads directions"], notes: Sequence[str] = ()) -> ScoreDecision:
-    """Returns a decision that keeps these directions at their strengths.
+    """Returns a decision that keeps these directions with their present strengths.
 
-    `notes` holds one remark per head. Removed directions get strength zero, so decisions can be compared and combined
-    by their strengths only.
+    `notes` holds one remark per head. Removed directions get strength zero, so the strengths alone are enough to
+    compare and combine decisions.
     """
     keep = keep & spectrum.used
     return give_strengths(spectrum, keep, torch.where(keep, spectrum.strength.double(), 0.0), notes)
@@ -223,7 +226,7 @@ class EnergyRetention(Rule):
     """Keeps the fewest directions of each head whose energy reaches the retention ratio rho (SVDA, Eqs. 44 and 45).
 
     At least one direction is kept. With rho = 1, all directions with a nonzero strength are kept. Ties are broken by
-    the lower index. The removed energy is at most 1 - rho of the head's energy, so no masked score changes by more than
+    the lower index. The removed share of the head's energy is at most 1 - rho, so no score changes by more than
     sqrt(1 - rho) * norm(strength) * scale. The rule needs learned strengths.
     """
 
@@ -262,11 +265,11 @@ class UniformRank(Rule):
 
 @dataclass(frozen=True)
 class TotalRank(Rule):
-    """Keeps the strongest directions of all heads together: `rank` per layer. A float is a share of all.
+    """Keeps the `rank` strongest directions of a layer, from all of its heads. A float `rank` is a share of them.
 
     The method is water-filling. Of all selections of the same size, this selection removes the least energy, so heads
-    get different ranks. With `scope="model"`, the total is distributed over all layers. Every rank is a multiple of
-    `multiple` and at least `minimum`, even if you request a smaller share.
+    get different ranks. With `scope="model"`, the total is distributed over all layers. The rank of every head is a
+    multiple of `multiple` and at least `minimum`, even if you request a smaller share.
 
     `metric` defines the strengths (see METRICS). With "own", these are the model's own strengths. The default metric is
     "mix" for scores without norms, and "own" for scores with norms. For values and MLPs, the default is "centered" (see

@@ -1,6 +1,6 @@
 """The checks, which compare a compressed model (the candidate) with its original (the reference).
 
-Every check is a frozen dataclass with its settings (knobs) as fields. A call returns findings:
+Every check is a frozen dataclass with its settings (knobs) as fields. Calling a check returns its findings:
 
     comparison = Comparison(candidate, reference, splits.test, masked=masked, prescription=prescription)
     findings = [finding for check in standard_checks() for finding in check(comparison)]

@@ -50,7 +50,7 @@ class Comparison:
 
     If the candidate is an exported file, `verify` sets `runtime` and `unchanged`. `runtime` names the file's runtime
     and precision. `unchanged` is the reference, exported for the same runtime and precision. If both files are timed,
-    the speed-up by the runtime can be separated from the speed-up by the compression.
+    the checks can tell how much of the speed-up is due to the runtime, and how much to the compression.
 
     All models are on `device`. The checks derive all their random numbers from `seed`.
     """
@@ -185,8 +185,8 @@ def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]
 class Check(ABC):
     """The base class of checks. Every check is a final frozen dataclass with its settings (knobs) as fields.
 
-    A check returns findings. The claim of a finding is a text without measured numbers, so you can compare the same
-    claim over several runs. The finding's `details["quantity"]` is a short name of what was measured.
+    A check returns findings. The claim of a finding is a text without measured numbers, so you can find the same claim
+    in several runs and compare its values. The finding's `details["quantity"]` is a short name of what was measured.
     """
 
     name: ClassVar[str]
@@ -265,7 +265,7 @@ class Check(ABC):
         quantity: str = "accuracy change",
         **more: Any,
     ) -> Finding:
-        """Returns a finding on the paired change of accuracy. If `most_drop` is None, the change is only reported.
+        """Returns a finding on the change of accuracy. If `most_drop` is None, the change is only reported.
 
         Args:
             where: A text to append to the claim, e.g. " over all corruptions".
@@ -274,7 +274,7 @@ class Check(ABC):
             n: The number of images.
             measure: The name of the accuracy measure, by default top-1 accuracy.
             quantity: The short name of the quantity.
-            **more: The seed and the details, as in `finding`.
+            **more: Other arguments of `finding`, i.e. the seed and the details.
 
         Returns:
             The finding, in percentage points.
@@ -301,7 +301,7 @@ def unmet_needs(comparison: Comparison) -> dict[str, str]:
     - "logits": The outputs are class logits, rather than e.g. embeddings.
     - "decisions": The outputs imply decisions, e.g. a predicted class. The outputs of a regression do not.
     - "embeddings": The outputs are embeddings, among which nearest neighbours can be searched.
-    - "layers": Both models have layers that attnrx finds. An exported file has none.
+    - "layers": attnrx finds the layers of both models. It finds none in an exported file.
     """
     images, kind = comparison.data, comparison.kind
     models = (comparison.candidate, comparison.reference)

@@ -44,7 +44,7 @@ class Costs(Check):
     """The parameters and MACs that the candidate saves, and a test of the closed-form costs of both models.
 
     The claim is that the costs computed in closed form equal the counted costs. Parameters are counted with numel. MACs
-    are counted with torch's FLOP counter on the unpadded eager backend.
+    are counted with torch's FLOP counter, while the attention runs eagerly and without padding.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("layers",)
@@ -84,7 +84,7 @@ class Costs(Check):
 
 
 def baseline_of(comparison: Comparison, library: bool) -> Baseline:
-    """Returns the reference as the baseline to time. With `library`, it runs in its own library's implementation."""
+    """Returns the reference as the baseline of a timing. With `library`, the baseline runs in its library's code."""
     reference = comparison.reference
     if library and getattr(family_of(reference), "library", None) is not None:
         return Baseline.eager(reference)
@@ -103,8 +103,8 @@ def speed_findings(
 ) -> tuple[Finding, ...]:
     """Times the candidate and the baseline, and returns the speed and its factors as findings of `check`.
 
-    The two factors of the speed are the gain from the runtime and the gain from the compression. The factors are
-    omitted if the baseline already is the unchanged model in the candidate's runtime. They are also omitted if the
+    The speed is the product of two factors: the gain from the runtime and the gain from the compression. The factors
+    are omitted if the baseline is already the unchanged model in the candidate's runtime. They are also omitted if the
     candidate is a file and no file of the unchanged model exists. `limit` is the smallest allowed speed. `promise` is
     the record of a speed that a plan predicted.
     """
@@ -164,14 +164,14 @@ def described_speed(
 class Latency(Check):
     """The speed and the peak memory of a forward pass, relative to the reference. Both models are timed alternately.
 
-    If the candidate and the baseline differ in more than the compression, the speed has two factors. `speed of
-    unchanged` is due to the runtime, i.e. attnrx's kernels or the runtime of a file. `speed by compression` is relative
-    to the unchanged model in the same runtime and precision.
+    If the candidate and the baseline differ in more than the compression, the speed is split into two factors. The
+    `speed of unchanged` is the gain from the runtime, i.e. from attnrx's kernels or the runtime of a file. The
+    `speed by compression` is relative to the unchanged model in the same runtime and precision.
 
     `batch` is the batch size. The device comes from the comparison, and the other conditions come from the `protocol`.
-    By default, PROCESSES processes share the timing rounds. `faster` is the smallest allowed speed, e.g. 1.5. On a busy
-    machine the interval is wide, and the claim may be undecided. With `library`, the reference runs in its own
-    library's code instead of attnrx's kernels.
+    By default, the timing rounds are divided among PROCESSES processes. `faster` is the smallest allowed speed, e.g.
+    1.5. On a busy machine the interval is wide, and the claim may be undecided. With `library`, the reference runs in
+    its own library's code instead of attnrx's kernels.
     """
 
     measures_speed: ClassVar[bool] = True
@@ -205,19 +205,19 @@ class Promises(Check):
     """Compares what a prescription's plan predicted (promised) with measurements on these images.
 
     A plan predicts the divergence, the agreement and the change of accuracy, each with an interval. Every prediction
-    becomes a claim. The claim fails if the mean over these images is worse than the whole predicted interval for this
-    number of images. Otherwise, the claim holds if the mean's own interval excludes twice the promised loss. If the
-    interval includes twice the promised loss, there are too few images. The claim is then undecided, and its limit is
-    twice the promised loss.
+    becomes a claim. The claim fails if the mean over these images is beyond the worse end of the interval that was
+    predicted for this number of images. Otherwise, the claim holds if the mean's own interval excludes twice the
+    promised loss. If the interval includes twice the promised loss, there are too few images. The claim is then
+    undecided, and its limit is twice the promised loss.
 
     The promised loss is the predicted divergence, the predicted share of images with changed decisions, or the
-    predicted loss of accuracy. For shares, the limit is at least `MIN_LOSS` above the promised loss. If the
-    predicted interval reaches the end of the quantity's range, every model meets the prediction, and the mean is
-    reported without a limit.
+    predicted loss of accuracy. For shares of images, twice the loss counts as at least `MIN_LOSS` more than the
+    promised loss. If the worse end of the predicted interval is the worst possible value, every model meets the
+    prediction, and the mean is reported without a limit.
 
     If the plan was timed in PyTorch, it also predicts a speed relative to the library's own implementation. This claim
     holds if a pass takes at most 10 % longer than predicted (`within`). Precision, threads, clock and batch size are
-    the same as in the plan. `promised` replaces the predictions that the prescription's record contains
+    the same as in the plan. If you pass `promised`, it is used instead of the predictions in the prescription's record
     (`Plan.predictions`).
     """
 
@@ -300,7 +300,7 @@ def _kept_promise(
 def judged_promise(
     quantity: str, promised: PredictedQuantity, values: Float[Tensor, "images"], seed: int
 ) -> dict[str, Any]:
-    """Returns the keyword arguments for a `Finding` on whether a quantity's mean over images keeps the promise."""
+    """Returns the keyword arguments for a `Finding` that says whether the mean of a quantity keeps the promise."""
     more_is_worse, n, value = CLAIMS[quantity][-1], len(values), float(values.mean())
     # Over a few images, all shares or changes may be equal, e.g. zero. The functions in ESTIMATES return intervals of
     # nonzero width even then.
@@ -330,8 +330,8 @@ def judged_promise(
 def doubled_loss(quantity: str, promised: PredictedQuantity) -> tuple[float, float]:
     """Returns a quantity's value at twice the promised loss, and 1.96 times its standard deviation at this loss.
 
-    For shares of images, the doubled loss is at least `MIN_LOSS` above the promised loss. The standard deviation is
-    over images.
+    For shares of images, twice the loss counts as at least `MIN_LOSS` more than the promised loss. The standard
+    deviation is over images.
     """
     if quantity == "divergence":
         return 2 * promised.value, 2 * 1.96 * promised.spread  # every image diverges twice as much

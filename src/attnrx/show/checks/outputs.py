@@ -45,7 +45,7 @@ NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP 
 
 @dataclass(frozen=True)
 class Accuracy(Check):
-    """The paired change of top-1 accuracy, in points, with the accuracy of both models.
+    """The top-1 accuracy of both models on the same images, and its change in percentage points.
 
     Embeddings have no classes. An embedding is correct if its nearest neighbour comes from an image with the same label
     (`attnrx.vit.outputs`), and findings call this 1-nearest-neighbour accuracy. If images have several labels, an
@@ -82,7 +82,7 @@ class Accuracy(Check):
 
 @dataclass(frozen=True)
 class Calibration(Check):
-    """The expected calibration error (ECE) of both models and its paired change, in points.
+    """The expected calibration error (ECE) of both models on the same images, and its change, in percentage points.
 
     An image's confidence is its largest softmax probability. Images are grouped by confidence into `bins` bins of equal
     width (Guo et al., 2017). The estimated ECE is never negative, so it is biased upwards on small image sets. Most of
@@ -148,10 +148,10 @@ class Metric(Check):
 
 @dataclass(frozen=True)
 class MetricOfSet(Check):
-    """The `metric_of_set` that you pass to `verify` or `shrink`, e.g. a mean average precision over all images.
+    """The value of the `metric_of_set` that you pass to `verify` or `shrink`, e.g. the mean average precision.
 
     The findings are the value for each model, and the change from the reference to the candidate. All intervals come
-    from `draws` paired resamples.
+    from `draws` resamples of the images, which are the same for both models.
     """
 
     draws: int = 200
@@ -204,9 +204,9 @@ class Fidelity(Check):
     - Embeddings: the share of equal nearest neighbours, and the cosine distance.
     - A regression: no agreement, and the squared error relative to the variance.
 
-    The SVDA paper compares the compressed model only with the masked model. This check also compares both with the
-    reference. `most_discrepancy` (a share), `least_agreement` (in %) and `most_divergence` limit the difference between
-    candidate and reference.
+    The SVDA paper compares the compressed model only with the masked model. This check also compares each of these two
+    models with the reference. `most_discrepancy` (a share), `least_agreement` (in %) and `most_divergence` limit the
+    difference between candidate and reference.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"least_agreement": optional(PERCENT)}
@@ -232,7 +232,7 @@ class Fidelity(Check):
         return findings + self._at_other_sizes(comparison)
 
     def _at_other_sizes(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Returns the agreement and the divergence over the image sets with other image sizes, if there are any."""
+        """Returns findings on agreement and divergence for images of other sizes, if the data contains such images."""
         sets = comparison.data.others if isinstance(comparison.data, FixedImages) else ()
         if not sets or isinstance(comparison.candidate, Exported):  # an exported file accepts only one size
             return ()
@@ -298,11 +298,11 @@ def discrepancy(squares: Float[Tensor, "*draws 2"]) -> Float[Tensor, "*draws"]:
 
 @dataclass(frozen=True)
 class Features(Check):
-    """The error of the last patch features, candidate against reference.
+    """The error of the candidate's final patch features, relative to the reference's features.
 
     The relative squared error and the cosine are computed for every patch and averaged over the patches of an image.
-    The intervals are over images. Before the comparison, pruned and merged patches are restored. `most_error` limits
-    the mean relative squared error.
+    The intervals are computed over images. Before the comparison, pruned and merged patches are restored. `most_error`
+    limits the mean relative squared error.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("layers",)
@@ -328,7 +328,7 @@ class Features(Check):
 
 
 def patch_features(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> PatchTable:
-    """Returns a batch's patch features in float64, computed in the dtype of the model's weights."""
+    """Computes the patch features of a batch in the dtype of the model's weights, and returns them in float64."""
     return family_of(model).patch_features(model, images.to(next(model.parameters()).dtype)).double()
 
 
@@ -336,8 +336,9 @@ def patch_features(model: nn.Module, images: Float[Tensor, "batch channels heigh
 class Retrieval(Check):
     """The share of every image's nearest neighbours that the candidate keeps.
 
-    For every k in `ks`, an image's k nearest neighbours by cosine similarity are searched among `GROUP` consecutive
-    images. A last group of at most k + 1 images is not counted, because all of its images are neighbours of each other.
+    For every k in `ks`, an image's k nearest neighbours by cosine similarity are searched in its group of `GROUP`
+    consecutive images. If the last group has at most k + 1 images, it is not counted, because all of its images are
+    then neighbours of each other in every model.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("embeddings",)
@@ -376,7 +377,7 @@ class Index(Check):
     To search in your own index, pass its vectors as `stored`. The reference must have computed these vectors, and the
     query images must not be in the index. Old queries are then not evaluated.
 
-    `least_recall` is the smallest allowed recall, in %, of new queries with the last k in `ks`.
+    `least_recall` is the smallest allowed share of found neighbours, in %, for new queries and the last k in `ks`.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("embeddings",)

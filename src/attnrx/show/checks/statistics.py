@@ -75,7 +75,7 @@ def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float
 
 
 def chunks(draws: int, n: int) -> Iterator[int]:
-    """Yields how many resamples of `n` images each chunk contains, so that memory does not grow with `n`."""
+    """Yields the number of resamples in each chunk, so that memory does not grow with the number of images `n`."""
     chunk = max(1, CHUNK // n)
     yield from (min(chunk, draws - start) for start in range(0, draws, chunk))
 
@@ -117,9 +117,9 @@ def studentized(
 
     The change in every resample is divided by the resample's own standard error, which comes from the delta method
     (Efron and Tibshirani, 1993, section 12.5). If a resample lacks the few images of a heavy tail, both its mean and
-    its standard error are small. The quotient reflects this skew, and percentiles do not. For n images, each tail of
-    the interval has the probability TAIL * n / (n + SHORT) instead of TAIL. A small sample has too few images from the
-    tail for any bootstrap, and wider intervals make up for this (benchmarks/coverage.py).
+    its standard error are small. The quotient reflects this skew, but percentiles of the change do not. For n images,
+    each tail of the interval has the probability TAIL * n / (n + SHORT) instead of TAIL. This widens the intervals of
+    small samples, because these have too few images from the tail for any bootstrap (benchmarks/coverage.py).
 
     Args:
         values: One row per image.
@@ -208,7 +208,7 @@ def metric_change(before: Float[Tensor, "images"], after: Float[Tensor, "images"
 def calibration_gaps(
     confidence: Float[Tensor, "images"], correct: Bool[Tensor, "images"], bins: int
 ) -> Float[Tensor, "images bins"]:
-    """Returns every image's confidence minus correctness in the column of its confidence bin, and zeros elsewhere."""
+    """Returns a matrix of zeros, except for each image's confidence minus correctness in the column of its bin."""
     # The gaps are kept per image, [images, bins], because a resample's calibration error needs its own column means.
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
     column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the lower bin

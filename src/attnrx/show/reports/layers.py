@@ -1,4 +1,4 @@
-"""Report sections about layers and heads: what was removed, the reasons, and diagnostic readings of the heads."""
+"""Report sections about layers and heads: what was removed and why, and the readings of each head in the diagnosis."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A coloured table with a row per layer and a column per head or map. A single cell in a row spans all columns."""
+    """A coloured table with a row per layer and a column per head or map. If a row has one cell, it fills the row."""
 
     title: str
     note: str
@@ -64,7 +64,7 @@ def colour_step(share: float) -> int:
 
 
 def treatment(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """Returns the data of the report's section about the prescription: the rules, and one reason per head."""
+    """Returns the data for the report's section about the prescription: the rules, and one reason per head."""
     pairs = zip(prescription.layers, _heads(prescription, diagnosis), strict=True)
     removed = prescription.removed_share
     return {
@@ -140,8 +140,8 @@ def ranks(
 ) -> dict[str, tuple[tuple[str, ...], list[list[Rank]]]]:
     """Returns the kept ranks as tables, each with its column titles and a row per layer.
 
-    There is a table for query and key, and one for every other map that was reduced. The diagnosis provides the heads'
-    indices in the original model, and their numbers of directions.
+    There is a table for query and key, and one for every other map that was reduced. With a diagnosis, heads have their
+    indices from the original model, and their own numbers of directions before the reduction.
     """
     layers, heads = prescription.layers, _heads(prescription, diagnosis)
     head_columns = tuple(

@@ -44,7 +44,7 @@ def short(value: Number | None, digits: int = 4) -> str:
 
 
 def fixed(value: Number, decimals: int, signed: bool = False) -> str:
-    """Formats a number with fixed decimals and, if `signed`, a plus sign. Values that round to zero have no sign."""
+    """Formats a number with `decimals` decimals and, if `signed`, a plus sign. Values that round to 0 have no sign."""
     # Without this case, a small negative value would be shown as -0.00.
     if round(value, decimals) == 0:
         return f"{0:.{decimals}f}"
@@ -58,12 +58,12 @@ def with_unit(text: str, unit: str) -> str:
 
 
 def typeset(text: str) -> str:
-    """Replaces ASCII by typographic characters: the minus, the "x" in "1.62x", and the space before "%"."""
+    """Replaces ASCII characters by typographic ones: the minus, the "x" in "1.62x", and the space before "%"."""
     return re.sub(r"(?<=\d)x\b|(?<= )x(?= \d)", TIMES, re.sub(r"-(?=[\d.])", MINUS, text)).replace(" %", f"{GAP}%")
 
 
 def percent(share: Number | None, digits: int = 3) -> str:
-    """Formats a share, 0.2308, as a percentage, 23.1 %."""
+    """Formats a share as a percentage, e.g. 0.2308 as 23.1 %."""
     return MISSING if share is None else with_unit(number(100.0 * share, digits), "%")
 
 

@@ -119,7 +119,7 @@ def write_report(
     prescription: Prescription | None = None,
     diagnosis: Diagnosis | None = None,
 ) -> Path:
-    """Writes the report as one printable HTML file with a dark mode, which needs neither network nor scripts.
+    """Writes the report as one printable HTML file, which has a dark mode and needs neither network nor scripts.
 
     Pass any of `evidence`, `prescription` and `diagnosis`. To set a title or add other parts, pass `content` instead.
     To get the page as text, e.g. for an iframe in a notebook, call `render(ReportContent(title, evidence=evidence))`.
@@ -310,7 +310,7 @@ def _prescribed(prescription: Prescription) -> list[str]:
 
 
 def _files(evidence: Evidence) -> list[str]:
-    """Returns the model card's table of exported files, which were measured together with the vendor's files."""
+    """Returns the model card's table that compares exported files with the vendor's file, if they were measured."""
     title, rows = measured_files(evidence)
     return [f"{markdown(title)}:", markdown_table(FILE_COLUMNS, rows)] if rows else []
 

@@ -1,4 +1,4 @@
-"""Texts and tables about a result: the summary sentence, before and after, findings, costs, and a folder's files."""
+"""Texts and tables about a result: a summary, a before-and-after table, findings, costs, and a folder's files."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -169,7 +169,7 @@ def _signed(value: float) -> str:
 
 
 def finding_of(evidence: Evidence, quantity: str, model: str | None = None) -> Finding | None:
-    """Returns the first finding on a quantity and, if you pass `model`, on this model, or None if there is none."""
+    """Returns the first finding on a quantity (of this `model`, if you pass one), or None if there is none."""
     for finding in evidence.findings:
         details = finding.details
         # Findings on corrupted images have the same quantities. They are skipped, because the images were changed.
@@ -180,7 +180,7 @@ def finding_of(evidence: Evidence, quantity: str, model: str | None = None) -> F
 
 
 def speeds(evidence: Evidence) -> list[MeasuredSpeed]:
-    """Returns the measured speeds. If a plan promised a speed, the measurement of this promise comes first."""
+    """Returns the measured speeds. If a plan promised a speed, the speed that was measured to check it comes first."""
     promised = finding_of(evidence, "promised speed")
     # The promised speed was measured on the plan's hardware, with its batch and threads, so it is the headline.
     first = [] if promised is None or "measured" not in promised.details else [promised.details["measured"]]
@@ -189,14 +189,14 @@ def speeds(evidence: Evidence) -> list[MeasuredSpeed]:
 
 
 def cost_records(evidence: Evidence) -> tuple[Record, Record] | None:
-    """Returns the costs by part, for the original and for the smaller model, or None if they were not measured."""
+    """Returns the costs of each part of the original and of the smaller model, or None if they were not measured."""
     found = [finding_of(evidence, "counted costs", model) for model in ("reference", "candidate")]
     before, after = (None if each is None else each.details.get("parts") for each in found)
     return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
 
 
 def cost_totals(evidence: Evidence, unit: str) -> tuple[int, int] | None:
-    """Returns the original's and the smaller model's number of "params" or "macs", or None if not measured."""
+    """Returns the total "params" or "macs" of the original and of the smaller model, or None if not measured."""
     records = cost_records(evidence)
     if records is not None:
         before, after = (sum(part[unit] for part in record.values()) for record in records)
@@ -251,8 +251,8 @@ def sentence(evidence: Evidence | None) -> str:
 def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
     """Returns the times of the baseline, the unchanged model in the smaller model's runtime, and the smaller model.
 
-    Each entry has a name, a share of the baseline's time, and the time in milliseconds as text. If the unchanged model
-    was not timed, the list is empty.
+    Each entry has a name, the time as a share of the baseline's time, and the time in milliseconds as text. If the
+    unchanged model was not timed, the list is empty.
     """
     speed = next(iter(speeds(evidence)), None)
     if speed is None or speed.reference_seconds is None or speed.by_runtime is None or nothing_removed(evidence):
@@ -330,7 +330,7 @@ def findings(evidence: Evidence) -> dict[str, Any]:
 
 
 def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
-    """Returns the findings for the main table, and separately the findings on one corruption at one severity."""
+    """Returns two lists: the findings for the main table, and the findings on single corruptions and severities."""
     separated: tuple[list[Finding], list[Finding]] = [], []
     for finding in evidence.findings:
         # False and True are the indices of the two lists.
@@ -372,7 +372,7 @@ def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
 
 
 def written_files(folder: Path | str) -> list[dict[str, Any]]:
-    """Returns a record for every model file of a folder that `Shrunk.save` wrote.
+    """Returns a record for every model file in a folder that `Shrunk.save` wrote.
 
     A record has these entries:
 
@@ -403,7 +403,7 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def evidence_stem(stem: str) -> str:
-    """Returns the stem of the evidence file for an exported file with this stem, e.g. "evidence-onnx" for "model"."""
+    """Returns the name, without suffix, of an exported file's evidence, e.g. "evidence-onnx" if `stem` is "model"."""
     return f"evidence{stem.removeprefix('model') or '-onnx'}"
 
 

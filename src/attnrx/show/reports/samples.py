@@ -33,9 +33,9 @@ class TokenSamples:
     """Sample images with values in [0, 1], and the patches that a token policy keeps.
 
     `left` is true for the patches that are left after each stage of the `policy`. `tokens` is the number of tokens
-    after each stage, including prefix tokens such as the class token. The patches form a `grid` (rows, columns),
-    numbered row by row. `groups` is only set if the token reducer merges tokens. For every patch, it holds the index of
-    the patch whose token represents it. `labels` are the class names of the images.
+    after each stage, including prefix tokens such as the class token. The patches form a `grid` (rows, columns), and
+    are numbered row by row. `groups` is only set if the token reducer merges tokens. For every patch, `groups` holds
+    the index of the patch whose token represents it. `labels` are the class names of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -146,7 +146,7 @@ def sample_tokens(
 
 
 def patches_left_by(reduction: TokenReduction, run: TokenRun, images: int) -> Bool[Tensor, "images stages patches"]:
-    """Returns the patches that are left after each stage, from the statistics of a forward pass of `images` images.
+    """Returns the patches that are left after each stage, as `run` recorded them in a pass of `images` images.
 
     A patch counts as left if other patches were merged into it. It does not count if it was itself merged into another
     patch, or fused into a new token.
@@ -297,7 +297,7 @@ def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Fl
 
 
 def shown(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "shown height width"]:
-    """Returns an image with 1, 3 or 4 channels for drawing. All other images are averaged over their channels."""
+    """Returns an image that can be drawn. Unless it has 1, 3 or 4 channels, it is averaged over its channels."""
     return image if image.shape[0] in (1, 3, 4) else image.mean(0, keepdim=True)
 
 
@@ -355,7 +355,7 @@ def patch_picture(
 
 
 def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
-    """Returns an SVG path with one rectangle per run of true patches in a row."""
+    """Returns an SVG path with one rectangle for every run of consecutive true patches in a row."""
     # One rectangle per run keeps the page smaller than one rectangle per patch.
     path = ""
     for row, cells in enumerate(mask.tolist()):

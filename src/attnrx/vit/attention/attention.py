@@ -51,9 +51,9 @@ MOST_PLANS = 1024
 class LayerPlan:
     """How a layer is computed for one input shape: the backend, the groups of heads (buckets) and the padded sizes.
 
-    `value_dims` contains the padded value dimension of every head, and `widths` the padded value dimension of every
-    bucket. `rows` contains the padded number of query and key rows of every head. If `joint` is true,
-    `Backend.attend_fused_qkv` computes the layer.
+    `value_dims` contains the value dimension of every head after padding, and `widths` the same for every bucket.
+    `rows` contains the number of query and key rows of every head after padding. If `joint` is true,
+    `Backend.attend_fused_qkv` computes the attention.
     """
 
     backend: Backend
@@ -97,8 +97,9 @@ class Attention(nn.Module):
         """Returns the attention output of `tokens`.
 
         Keys and values are computed from `key_tokens`, or from `tokens` if `key_tokens` is None. If you pass
-        `key_tokens`, it must begin with `tokens`. `positions` contains rotations and biases for all tokens of an image.
-        If patches were pruned, `kept_patches` returns the remaining ones, and the layer selects their positions.
+        `key_tokens`, its first tokens must be `tokens`. `positions` contains rotations and biases for all tokens of an
+        image. If patches were pruned, `kept_patches` returns the indices of the remaining patches, and the layer uses
+        only their positions.
 
         Raises:
             InvalidInput: The layer needs a bias for every pair of tokens, but `positions` contains none.
@@ -160,9 +161,9 @@ class Attention(nn.Module):
         self._packed = PackedWeights.of_(self._projections)
 
     def packed(self, parameters: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
-        """Returns the joint weight and bias of queries, keys and values, or None if there is no joint weight.
+        """Returns the joint weight and bias of several projections, or None if they have no joint weight.
 
-        `parameters` lists the weights and biases of the projections (of any shape).
+        `parameters` lists the weights and biases of these projections (of any shape).
         """
         return None if self._packed is None else self._packed.last(parameters)
 
@@ -203,7 +204,7 @@ class Attention(nn.Module):
         return self.output.padded(features, value_dims)
 
     def _bias(self, positions: Positions | None, queries: int) -> Tensor | None:
-        """Returns the pair bias of the stored heads for the first `queries` tokens, or None if there is none."""
+        """Returns the bias that is added to the scores of the first `queries` tokens in the stored heads, or None."""
         bias, heads = None if positions is None else positions.bias, self.spec.heads
         if bias is None:
             if not self.spec.pair_bias:
@@ -222,7 +223,7 @@ class Attention(nn.Module):
         buckets: tuple[Bucket, ...],
         positions: Positions | None,
     ) -> tuple[ScoreFactors, ...]:
-        """Returns the score factors of every bucket, with norms, rotary positions and pair biases applied."""
+        """Applies norms and rotary positions to queries and keys, and returns the score factors of every bucket."""
         sides = [self._normed(side, name, rows) for side, name in ((query, "query_norm"), (key, "key_norm"))]
         # The last layer may compute only the class token. Its queries then need only the first positions.
         of_queries = positions
@@ -253,7 +254,7 @@ class Attention(nn.Module):
         return {**self.__dict__, "_plans": {}, "_plans_of": None, "_packed": None}
 
     def plan(self, tokens: TokenBatch) -> LayerPlan:
-        """Returns how the backend processes tokens of shape [batch, tokens, width]. Results are cached by shape."""
+        """Returns the plan for tokens of shape [batch, tokens, width]. Plans are cached by shape."""
         context = AttentionContext.of(tokens)
         if not context.free:  # sizes may be symbolic, and a compiler would trace the cache
             return self._planned(context)
@@ -294,10 +295,10 @@ class Attention(nn.Module):
     def value_factors(self) -> dict[str, Tensor]:
         """Returns small float64 matrices from which the SVD of every head's value map W_O W_V can be computed.
 
-        `value_factor` and `readout_factor`, [heads, _, v_head_dim], are the R factors of QR decompositions. For
-        `value_factor`, the head's transposed value rows are decomposed. For `readout_factor`, the head's columns of the
-        output projection are decomposed. The rows and columns are first padded with zeros. `value_bias` has the shape
-        [heads, v_head_dim].
+        `value_factor` and `readout_factor` have the shape [heads, _, v_head_dim], and are the R factors of QR
+        decompositions. For `value_factor`, each head's transposed rows of the value projection are decomposed. For
+        `readout_factor`, each head's columns of the output projection are decomposed. These rows and columns are first
+        padded with zeros. `value_bias` has the shape [heads, v_head_dim].
         """
         value_dims, width = self.spec.value_dims, max((*self.spec.value_dims, 1))
         rows = _table(self.value, value_dims, value_dims, width)
@@ -335,7 +336,7 @@ def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[
 
 
 def backend_of(name: str) -> Backend:
-    """Returns a new backend by its name in `BACKENDS`.
+    """Creates a backend of the class that has this name in `BACKENDS`.
 
     Raises:
         UnknownName: No backend has this name.

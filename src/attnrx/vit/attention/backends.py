@@ -1,9 +1,9 @@
 """Attention backends, which compute the outputs of the heads from score factors and values.
 
-A backend divides the heads into groups (buckets), and computes each bucket at once. `Eager` is the reference. `Fused`
-calls PyTorch's fused kernels, and `Native` calls the C++ kernel. `Auto`, the default, chooses between these two.
-`Portable` is for exported files. `AttentionCapture` also sends the attention to a token reducer, and `Observed` sends
-it to an observer.
+A backend divides the heads into groups (buckets), and computes all heads of a bucket at once. `Eager` is the reference.
+`Fused` calls PyTorch's fused kernels, and `Native` calls the C++ kernel. `Auto`, the default, chooses one of these
+three. `Portable` is for exported files. `AttentionCapture` also sends the attention to a token reducer, and `Observed`
+sends it to an observer.
 """
 
 from abc import ABC, abstractmethod
@@ -38,10 +38,10 @@ BucketValues = Sequence[Float[Tensor, "batch _ keys _"]]
 
 
 class AttentionContext(NamedTuple):
-    """The input shape, device, dtype and thread count of one layer call, and whether it is recorded.
+    """The input shape, device, dtype and thread count of one call of a layer, and whether the call is recorded.
 
-    `free` is true if neither gradients nor a graph are recorded. Only then can backends cache plans and use kernels
-    without gradients. In an export for any batch size, `images` is symbolic.
+    `free` is true if neither gradients nor a graph are recorded. Only then can layers cache plans and use
+    kernels that compute no gradients. In an export for any batch size, `images` is symbolic.
     """
 
     images: int | torch.SymInt
@@ -80,8 +80,8 @@ class AttentionContext(NamedTuple):
 class Bucket:
     """Neighbouring heads that a backend computes together, from index `start` up to, but not including, `stop`.
 
-    Every head in a bucket is projected to `rank` directions. This number is at least the head's own rank. The projected
-    rows are then padded with zeros to `width` for the attention kernel.
+    Tokens are projected to `rank` query and key features per head, at least as many as the head's own rank. These
+    features are then padded with zeros to `width` for the attention kernel.
     """
 
     start: int
@@ -100,7 +100,7 @@ HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
 
 
 class Mixture(ABC):
-    """Attention scores that are weighted sums of a few score maps, which all heads of a bucket share."""
+    """The attention scores of a bucket, as weighted sums of a few score maps that all its heads share."""
 
     @abstractmethod
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
@@ -110,14 +110,14 @@ class Mixture(ABC):
     def native_outputs(
         self, mixtures: Sequence[Any], scale: float, values: BucketValues, sizes: Float[Tensor, "batch keys"] | None
     ) -> HeadOutputs:
-        """Returns the outputs of all heads, which the C++ kernel computes from one mixture per bucket."""
+        """Computes the outputs of all heads with the C++ kernel, from one mixture per bucket."""
 
 
 @dataclass(frozen=True)
 class GridScores:
     """Relative position scores for keys in a grid, stored as one score per grid row and one per grid column.
 
-    The position score of a key is the sum of its row's and its column's score.
+    The position score of a key is the sum of the scores of its row and its column.
     """
 
     rows: Float[Tensor, "batch heads queries rows"]
@@ -129,9 +129,9 @@ class GridScores:
     def features(
         self, scale: float
     ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Returns additional query and key features, whose dot product times `scale` equals the relative scores.
+        """Returns extra query and key features, whose dot product times `scale` is the relative position score.
 
-        Fused kernels can then compute the relative scores together with the other scores.
+        With them, fused kernels compute the relative position scores together with the other scores.
         """
         numbers = torch.cat([self.rows, self.columns], -1) * (1 / scale)
         sizes = self.rows.shape[-1], self.columns.shape[-1]
@@ -143,7 +143,7 @@ class GridScores:
 
 @kept
 def places_in_grid(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "tokens lines"]:
-    """Returns the one-hot row and column of every token in a grid, concatenated. Tokens are in row-major order."""
+    """Returns, for every token in a grid (row by row), its one-hot row and its one-hot column, concatenated."""
     of_rows, of_columns = (torch.eye(size, dtype=dtype, device=device) for size in (rows, columns))
     return torch.cat([of_rows.repeat_interleave(columns, 0), of_columns.repeat(rows, 1)], 1)
 
@@ -222,7 +222,7 @@ class Backend(ABC):
     """Whether the backend accepts fewer query tokens than key tokens."""
 
     def __init__(self, sizes: TokenSizes | None = None, log_sizes: TokenSizes | None = None):
-        """Stores functions that return the token sizes, which weight the keys, and the logarithms of the sizes."""
+        """Stores two functions: `sizes` returns token sizes that weight the keys, and `log_sizes` their logarithms."""
         self.sizes, self.log_sizes = sizes, log_sizes
 
     def token_sizes(self) -> Float[Tensor, "batch keys"] | None:
@@ -231,9 +231,9 @@ class Backend(ABC):
     def mask(
         self, like: Float[Tensor, "*_"], bias: Float[Tensor, "_ _ queries keys"] | None
     ) -> Float[Tensor, "batch _ _ keys"] | None:
-        """Returns the sum of the pair bias and the logarithms of the token sizes, which is added to the scores.
+        """Returns what is added to the scores: the sum of the bias and the logarithms of the token sizes.
 
-        The logarithm of size 0 is -inf. Returns None if there are neither pair biases nor token sizes.
+        The logarithm of size 0 is -inf. Returns None if there is neither a bias nor a token size.
         """
         bias = None if bias is None else bias.to(like.dtype)
         sizes = self.token_sizes()
@@ -247,9 +247,9 @@ class Backend(ABC):
 
     @abstractmethod
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Returns the buckets of neighbouring heads, and the padded value dimension of every head.
+        """Returns the buckets of neighbouring heads, and every head's value dimension after padding.
 
-        Heads in the same bucket have the same padded value dimension.
+        All heads in a bucket are padded to the same value dimension.
         """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> "Backend":
@@ -315,7 +315,7 @@ class Backend(ABC):
 class Eager(Backend):
     """The reference backend, which computes scores, softmax and the weighted sum of the values in separate steps.
 
-    If there are token sizes, they weight the keys.
+    If tokens have sizes, each key is weighted by its size.
     """
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
@@ -329,7 +329,7 @@ class Eager(Backend):
 
 
 def has_equal_heads(spec: AttentionSpec) -> bool:
-    """Whether scores are plain dot products, and the ranks and value dimensions of all heads are equal."""
+    """Whether scores are plain dot products, and all heads have the same rank, which is also their value dimension."""
     is_product = spec.form == "dense" and not (spec.has_norms or spec.fixes_scores)
     return is_product and len({*spec.ranks, *spec.value_dims}) == 1 and spec.attends
 
@@ -361,7 +361,7 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
 class Fused(Backend):
     """PyTorch's fused attention, with all heads padded to one width.
 
-    Query, key and value are padded to the same width, because PyTorch's fused kernels are slow for different widths.
+    Query, key and value are padded to the same width, because PyTorch's fused kernels are slow if their widths differ.
     The scale is always passed explicitly, because PyTorch's default depends on the padded width.
     """
 
@@ -407,15 +407,15 @@ class Fused(Backend):
 
 
 def runs_on(context: AttentionContext) -> bool:
-    """Whether the C++ kernel is available and supports the device, dtype and recording state of this context."""
+    """Whether the C++ kernel is available, and the context is float32 inference on a CPU."""
     return context.free_on_cpu and context.dtype == torch.float32 and native_library() is not None
 
 
 class Native(Eager):
     """The C++ kernel for float32 inference on a CPU, which computes all heads in one call.
 
-    Queries, keys and values may have different widths. A wheel contains the compiled kernel. Otherwise the user's
-    compiler builds the kernel on first use. `Fused` runs instead if there is no kernel, or while gradients or a graph
+    Queries, keys and values may have different widths. Wheels contain the compiled kernel. In other installations, the
+    user's compiler builds it on first use. `Fused` runs instead if there is no kernel, or while gradients or a graph
     are recorded. Because `Fused` ignores token sizes, pass `sizes` only after `runs` has returned True.
     """
 
@@ -492,7 +492,7 @@ def native_outputs(
 class Auto(Fused):
     """The default backend, which uses `Native` for float32 inference on a CPU, and otherwise `Fused`.
 
-    If the heads of a layer mix the score maps of shared blocks, `Eager` is used instead of `Fused`.
+    If the heads of a layer mix score maps that they share, `Eager` is used instead of `Fused`.
     """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
@@ -505,9 +505,9 @@ class Auto(Fused):
 class Portable(Eager):
     """Scaled dot-product attention in few graph operations, for exported files.
 
-    The exported graph does not depend on the batch size, the number of threads or the machine. One operation computes
-    neighbouring heads of equal widths. If padding adds little arithmetic, all heads are padded, and one operation
-    computes all of them. Queries and values may have different widths. If there are token sizes, they weight the keys.
+    The exported graph does not depend on the batch size, the number of threads or the machine. Neighbouring heads of
+    equal widths are computed in one operation. If padding adds little arithmetic, all heads are padded, and computed in
+    one operation. Queries and values may have different widths. If tokens have sizes, each key is weighted by its size.
     """
 
     takes_few_queries = True
@@ -544,7 +544,7 @@ class CapturedAttention:
 
 
 class AttentionCapture(Backend):
-    """Attention that weights the keys by token sizes, and sends attention or other quantities to a token reducer.
+    """A backend that weights keys by token sizes, and sends attention maps or other quantities to a token reducer.
 
     `sizes` returns how many original tokens each token represents, or None if every size is 1. `log_sizes` returns the
     logarithms of the sizes. `receive` is called with the quantities that `wanted` names, which may be "attention",
@@ -619,7 +619,7 @@ class AttentionCapture(Backend):
     def pass_on(
         self, attention: Float[Tensor, "batch heads queries tokens"] | None, factors: ScoreFactors, value: ValueBatch
     ) -> None:
-        """Sends the quantities in `wanted` to `receive`. The first row of `attention` is the class attention."""
+        """Sends the quantities in `wanted` to `receive`. The class token's attention is row 0 of `attention`."""
         quantities = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
             quantities["keys"] = factors.key.mean(2)  # over the heads, [batch, tokens, width]
@@ -634,7 +634,7 @@ def capture_uniform(
 ) -> None:
     """A forward hook that sends uniform attention to `capture.receive`, for layers whose backend captures nothing.
 
-    With this hook, a token reducer also gets a result from a layer without heads.
+    With this hook, a token reducer also gets attention from a layer without heads.
     """
     (batch, count), spec = output.shape[:2], layer.spec
     uniform = output.new_full((batch, len(spec.heads), count, count), 1 / max(count, 1))
@@ -643,7 +643,7 @@ def capture_uniform(
 
 
 class NativeCapture(Native):
-    """The C++ kernel for layers whose class attention is sent to a token reducer.
+    """The C++ kernel for layers that send the class token's attention to a token reducer.
 
     The kernel returns only outputs, so the class token's attention is computed separately in PyTorch.
     """
@@ -654,7 +654,7 @@ class NativeCapture(Native):
 
     @staticmethod
     def supports(spec: AttentionSpec, context: AttentionContext) -> bool:
-        """Whether the kernel runs in this context, and scores are plain dot products without positions and biases."""
+        """Whether the kernel runs here, and the scores are plain dot products without rotary positions or biases."""
         plain = spec.form == "dense" and not spec.pair_bias
         return plain and Native.runs(spec, context) and Native().takes_fused_qkv(spec, context)
 
@@ -692,7 +692,7 @@ class NativeCapture(Native):
 
 @kept
 def rows_by_head(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
-    """Returns a block-diagonal float32 matrix that is `scale` where a direction belongs to a head, and 0 elsewhere."""
+    """Returns a float32 matrix with the entry `scale` where a direction (column) belongs to a head (row), else 0."""
     return torch.block_diag(*(torch.full((1, count), scale, dtype=torch.float32) for count in rows))
 
 

@@ -30,9 +30,8 @@ class Positions:
 
     `cos` and `sin` are the cosines and sines of the rotation angles of every patch, with one angle per frequency of the
     original head. Their head axis has size 1 if all heads share the angles. The first `prefix` tokens are not patches
-    (e.g. the class token) and are not rotated.
-    `bias` is added to the scores of all pairs of tokens, including the prefix. The first axis of all three tensors has
-    size 1 if all images share the values.
+    (e.g. the class token) and are not rotated. `bias` is added to the scores of all pairs of tokens, including the
+    prefix. The first axis of `cos`, `sin` and `bias` has size 1 if all images share the values.
     """
 
     prefix: int
@@ -113,7 +112,7 @@ class ScoreForm(nn.Module, ABC):
     def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Applies the rotary positions of the tokens to `features`, the projected tokens with `rows` rows per head.
+        """Rotates `features` by the tokens' rotary positions. They are queries or keys, with `rows[h]` rows for head h.
 
         Forms without rotations return `features` unchanged.
         """
@@ -128,12 +127,12 @@ class ScoreForm(nn.Module, ABC):
         """Sets the strengths. The list contains one tensor per head, in storage order."""
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the padded number of query and key rows per head (or per owner, if heads share directions)."""
+        """Returns how many query and key rows each head has after padding (or each owner of shared directions)."""
         per_bucket = zip(buckets, self.rows_by_bucket(buckets), strict=True)
         return tuple(rows for bucket, rows in per_bucket for _ in range(bucket.start, bucket.stop))
 
     def parts(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
-        """Returns the bucket, its query rows and its key rows, for every bucket whose rank is above 0."""
+        """Returns every bucket whose rank is above 0, each with its part of the query and its part of the key."""
         rows = self.rows_by_bucket(buckets)
         sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
         return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
@@ -218,7 +217,7 @@ class AxialForm(DenseForm):
     In MViTv2 (Li et al., 2022), score[i, j] = scale query[i] . key[j] + query[i] . (down[y_i - y_j] +
     right[x_i - x_j]). Token i is in row y_i and column x_i of the window. The parameters `down` and `right` have one
     column for every distance, starting with the most negative distance, and one row for every stored query row. So each
-    head keeps its own position vectors after directions were removed.
+    head has its own position vectors, which shrink with the head when directions are removed.
     """
 
     def __init__(self, spec: AttentionSpec):
@@ -277,7 +276,7 @@ class AxialForm(DenseForm):
 
 @kept
 def pair_columns(spec: AttentionSpec, heads: int, frequencies: int, device: torch.device) -> Int[Tensor, "pairs"]:
-    """Returns the table columns of the angles of all kept pairs (see `rotation_index` for the table)."""
+    """Returns, for every kept pair, the column of its angle in the table that `rotation_index` describes."""
     index = [
         (head if heads > 1 else 0) * frequencies + pair
         for head, head_pairs in zip(spec.heads, spec.pairs or (), strict=True)
@@ -321,9 +320,9 @@ def rotation_index(
 ) -> tuple[Int[Tensor, "rows"], Int[Tensor, "rows"], Int[Tensor, "rows"]]:
     """Returns three values for every projected row: the column of its angle, its partner row, and the sign of its sine.
 
-    The columns belong to a table of the angles of all heads, with `heads` x `frequencies` columns. `heads` is 1 if all
-    heads share the angles. Rows that are not rotated get an additional column after the last one. `rows` contains the
-    padded number of rows of every head.
+    The angles of all heads are in a table with `heads` x `frequencies` columns. `heads` is 1 if all heads share the
+    angles. Rows that are not rotated use an additional column after the last one. `rows` contains the number of rows of
+    every head after padding.
     """
     # A head stores its rows in this order: rows that are not rotated, real parts of the pairs, imaginary parts,
     # padding. A real part a becomes a cos - b sin, and an imaginary part b becomes b cos + a sin. So the two rows of a
@@ -369,8 +368,8 @@ def register_form(
         name: The form's name in specs and in saved files.
         kind: The class that computes the scores.
         traits: The properties of the form that other modules need, e.g. to count its costs.
-        compressions: Additional methods to compress layers of this form, by the NAME in `realize(by=NAME)`. The exact
-            method needs no entry.
+        compressions: Additional methods to compress layers of this form. Each key is the NAME that users pass in
+            `realize(by=NAME)`. The exact method needs no entry.
     """
     SCORES.register(kind, name)
     FORMS.register(traits, name)

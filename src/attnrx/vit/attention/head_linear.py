@@ -15,7 +15,7 @@ from attnrx.vit.kernels.native_products import linear_map, native_maps, runs_nat
 class HeadLinear(nn.Module):
     """Projects tokens to `rows[h]` features for every head h.
 
-    The rows of all heads are stored one after another in one weight matrix, without padding.
+    One weight matrix contains the rows of all heads, one head after another, without padding.
     """
 
     def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
@@ -111,10 +111,10 @@ class PackedWeights(NamedTuple):
         return cls(tuple(parameters), addresses_of(parameters), weight, bias)
 
     def last(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
-        """Returns the part of the joint weight and bias that belongs to the last projections.
+        """Returns the part of the joint weight and bias that belongs to the last few (or all) projections.
 
-        `parameters` lists the weights and biases of these projections (of any shape). Returns None if one of these
-        parameters was replaced or moved, because it then no longer shares the joint memory.
+        `parameters` lists the weights and biases of these projections (of any shape). Returns None if one of them was
+        replaced or moved, because it then no longer shares memory with the joint weight.
         """
         # Identity is checked first. A parameter that was replaced for one call (torch.func.vmap) may have no address.
         start = len(self.parameters) - len(parameters)
@@ -139,8 +139,8 @@ def joint_product(
     """Returns the concatenated outputs of several projections of the same tokens, computed jointly.
 
     On a CPU, the C++ kernel computes all projections in one call. On other devices, one matrix product with the
-    `packed` weights computes them. Returns None if the projections must be computed one by one, e.g. for gradients.
-    Also returns None in exported graphs, because a joint product that is then split is slower there
+    `packed` weights computes them. Returns None if the projections must be computed one by one, e.g. because gradients
+    are recorded. Also returns None in exported graphs, because a joint product that is then split is slower there
     (docs/results/speed.md).
     """
     if is_recorded() or has_fixed_weights():
@@ -167,9 +167,9 @@ def parameters_of(projections: Sequence[HeadLinear]) -> list[Tensor | None]:
 
 
 class OutputProjection(nn.Module):
-    """Projects the concatenated outputs of all heads to the output width. Head h has `value_dims[h]` features.
+    """Projects the concatenated outputs of all heads to the output width. Head h outputs `value_dims[h]` features.
 
-    The columns of all heads are stored one after another in the weight, without padding.
+    The weight contains the columns of all heads, one head after another, without padding.
     """
 
     def __init__(self, value_dims: tuple[int, ...], width: int, bias: bool = True):
@@ -200,7 +200,7 @@ class OutputProjection(nn.Module):
 
 @kept
 def padding_index(rows: tuple[int, ...], padded: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the index of the stored row for every padded row.
+    """Returns, for every row of the padded weight, the index of the same row in the stored weight.
 
     Padding rows get the index after the last stored row. Callers must append a row of zeros at this index.
     """

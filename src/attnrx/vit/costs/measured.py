@@ -138,7 +138,7 @@ class Conditions:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Sets the number of threads and disables gradients within the context, and restores both afterwards."""
+        """Sets the number of threads and disables gradients within the context, and restores them afterwards."""
         num_threads = torch.get_num_threads()
         if self.compiled:
             torch.compiler.reset()
@@ -182,8 +182,8 @@ def ratio_of(seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor,
     The ratio is computed within each round. Other load on the machine slows both models, so it mostly cancels in the
     ratio. The interval is a t interval on a logarithmic scale. With several processes, the interval is computed from
     the median of each process, and covers the differences between processes. With one process, it is computed from the
-    medians of four consecutive parts of the run (batch means). The ratio in another process can then lie outside the
-    interval.
+    medians of four consecutive parts of the run (batch means). If you measure again in another process, the ratio may
+    then lie outside the interval.
 
     Raises:
         InvalidInput: There are fewer than two rounds.
@@ -223,11 +223,11 @@ def interleave(
     Every second round calls the functions in reverse order, so that no function always follows the same other function.
     The garbage collector runs before the rounds, but not during them.
 
-    A deployed model is called repeatedly, so its weights stay in the processor's caches. To measure this case,
-    `repeated` runs untimed calls of the same function before each timed call, if calls are short. One untimed call is
-    not enough. For example, after calls of another model, the first six calls of a ViT-Tiny in bfloat16 (OpenVINO, one
-    image, one thread) take 5.7, 5.5, 5.2, 5.0, 4.9 and 4.9 ms. With two stages of token merging, the first six calls
-    take 6.1, 5.5, 4.6, 4.2, 4.0 and 3.9 ms.
+    A deployed model is called repeatedly, so its weights stay in the processor's caches. To measure this case, untimed
+    calls of the same function run before each timed call, if `repeated` is true and calls are short. One untimed call
+    is not enough. For example, after calls of another model, the first six calls of a ViT-Tiny in bfloat16 (OpenVINO,
+    one image, one thread) take 5.7, 5.5, 5.2, 5.0, 4.9 and 4.9 ms. With two stages of token merging, the first six
+    calls take 6.1, 5.5, 4.6, 4.2, 4.0 and 3.9 ms.
 
     Args:
         runs: The functions to time, by name.
@@ -238,7 +238,7 @@ def interleave(
         is_enough: A function that is called with the times so far. If it returns True, the measurement ends early.
 
     Returns:
-        The seconds of every round, by name, in float64.
+        For every name, the seconds of each round in float64.
 
     Raises:
         InvalidInput: There are no rounds or no runs.
@@ -392,9 +392,8 @@ class LatencyProtocol:
         processes: The number of new processes among which the rounds are divided. With more than one process, the
             intervals cover differences between processes. Models that cannot be pickled are measured in this process
             instead, and `LatencyComparison.processes` is then 1.
-        enough: A precision at which the measurement ends early, as a fraction of the highest speed. The measurement
-            ends once every speed differs from both ends of its interval by at most this fraction. None means that all
-            rounds run.
+        enough: A fraction of the highest measured speed. The measurement ends early once every speed differs from both
+            ends of its interval by at most this much. None means that all rounds run.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -431,8 +430,8 @@ def compare_latency(
         reference: The model to compare it with.
         images: The batch that every forward pass processes.
         protocol: The conditions, the number of rounds and the clock. The default is `LatencyProtocol()`.
-        unchanged: The original model in the candidate's runtime, e.g. in attnrx's kernels or exported to a file. If you
-            pass it, the result also contains the two factors of the speed.
+        unchanged: The original model in the candidate's runtime, e.g. with attnrx's kernels or exported to a file. If
+            you pass it, the speedup is also split into the factors `by_runtime` and `by_compression`.
 
     Raises:
         InvalidInput: There are no images.

@@ -50,13 +50,13 @@ class LayerCosts:
     Attributes:
         query_key: The query and key projections, and the products of queries with relative position vectors.
         scores: The products of queries with keys.
-        diagonal: The multiplication by strengths.
+        diagonal: The multiplication of queries by strengths.
         fusion: The matrix that mixes the score maps that heads share.
         value_output: The value and output projections.
         read_out: The products of attention maps with values.
         mlp: The MLP.
-        layer_norms: The parameters of the norms, and all parameters of the block that belong to no other part. Their
-            MACs are not counted.
+        layer_norms: The parameters of the norms, and all other parameters of the block that belong to none of the parts
+            above. Their MACs are not counted.
         directions: The number of score directions. Directions that heads share are counted once.
         spec: The spec of the attention layer.
         tokens: The number of tokens in the layer.
@@ -106,11 +106,12 @@ class LayerCosts:
 class ModelCosts(Displayed):
     """The costs of a whole model, by part.
 
-    If a token reducer uses the class token's attention, this attention is computed in addition to the fused kernel. The
-    additional MACs are not counted.
+    If a token reducer uses the class token's attention, the model computes this attention separately, because a fused
+    kernel does not return it. These additional MACs are not counted.
 
     Attributes:
-        patches: The patch embedding. In adopted models, its parameters include the learned tokens and positions.
+        patches: The patch embedding. In models not built from attnrx's own layers, its parameters include the learned
+            tokens and positions.
         layers: The costs of each transformer block.
         classifier: The parameters of the classifier and its norm. If the Vision Transformer is part of a larger module,
             the parameters and MACs of the parts around it are included.
@@ -142,7 +143,7 @@ class ModelCosts(Displayed):
     def called(
         self, lengths: Sequence[Sequence[int]], patches: int, heads: int, mlp_tokens: Sequence[int] | None = None
     ) -> "ModelCosts":
-        """Returns the costs per image inside a larger module, which may call the model's parts repeatedly per image.
+        """Returns the costs per image in a larger module, which may call parts of the model several times per image.
 
         Args:
             lengths: For each layer, the lengths of the sequences that it processes (see `LayerCosts.over`).
@@ -330,7 +331,7 @@ def counting(model: nn.Module) -> Iterator[FlopCounterMode]:
 
 
 class _Operations(TorchDispatchMode):
-    """Records which operations ran inside the mode."""
+    """Records which PyTorch operations run while the mode is active."""
 
     def __init__(self):
         super().__init__()

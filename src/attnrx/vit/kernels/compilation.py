@@ -55,7 +55,7 @@ _BUILDING = Lock()  # a thread that needs the library waits until another thread
 # The result is cached even if the build fails, because a failing compiler must not run again in every layer.
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL | None:
-    """Loads the library of C++ kernels. Returns None if the library is not available, so PyTorch's kernels must run.
+    """Loads the library of C++ kernels, or returns None if PyTorch's kernels must run instead.
 
     The library is loaded from the wheel if the wheel contains one for this processor. Otherwise it is loaded from the
     cache, or compiled. The result is None if ATTNRX_BUILD is 0, or if no compiler is found ($CXX, or c++, g++ or
@@ -106,7 +106,7 @@ class _Threads:
 
 
 def kernel_threads() -> int:
-    """Returns how many threads a kernel uses: PyTorch's number, or 1 in a fork that must not start threads."""
+    """Returns how many threads a kernel uses: PyTorch's setting, or 1 in a forked process that must not use threads."""
     threads = 1 if _Threads.is_forked and not is_served_fork() else torch.get_num_threads()
     _Threads.were_used |= threads > 1
     return threads
@@ -323,9 +323,10 @@ def require_inference(tensors: Sequence[Tensor | None]) -> None:
 
 
 def require_fitting(fits: bool, *tensors: Tensor | None) -> None:
-    """Raises InvalidInput with the dtypes and shapes of the tensors if `fits` is false.
+    """Raises InvalidInput if `fits` is false, with the dtypes and shapes of the tensors in the message.
 
-    The caller checks the dtypes and shapes. If they did not fit, a kernel would access memory outside the tensors.
+    `fits` is the caller's verdict on dtypes and shapes. With wrong ones, a kernel would access memory outside the
+    tensors.
     """
     if not fits:
         given = ", ".join(f"{each.dtype} {list(each.shape)}" for each in tensors if each is not None)

@@ -108,7 +108,7 @@ def described_heads(
 ) -> tuple[ctypes.Array[ctypes.c_int64], int, list[Tensor]]:
     """Returns a description of all heads for the kernel, the number of heads, and the tensors that are described.
 
-    Keep references to these tensors until the kernel returns. Some are contiguous copies to which nothing else refers.
+    Keep references to these tensors while the kernel runs. Some are contiguous copies to which nothing else refers.
     """
     buffers: list[Tensor] = []
     numbers: list[int] = []
@@ -186,7 +186,7 @@ def native_joint_attention(
 ) -> Float[Tensor, "batch tokens _"]:
     """Computes the outputs of `native_attention` for jointly projected queries, keys and values.
 
-    The kernel reads the joint features directly, because for a few images, creating a view for every head would take
+    The kernel reads the joint features directly. If there are few images, creating a view for every head would take
     longer than the arithmetic. If there is a `rotation`, the kernel first rotates the queries and keys of the patches.
     """
     features, rows, value_dims, scale, rotation, bias = joint
@@ -261,7 +261,7 @@ def _empty_joint(features: Tensor, ranks: Sequence[int], value_dims: Sequence[in
 def _operations(
     queries: list[torch.Size], keys: list[torch.Size], values: list[torch.Size], *_: object, **__: object
 ) -> int:
-    """Returns the number of floating-point operations in the two matrix products of every head."""
+    """Returns the number of floating-point operations in the two matrix products of attention, over all heads."""
     sides = zip(queries, keys, values, strict=True)
     return sum(2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3]) for query, key, value in sides)
 
@@ -320,9 +320,9 @@ def native_merge(
     """Merges patches until `count` remain, in one round of bipartite matching. Tokens before the patches are kept.
 
     Every patch at an even position is matched with a patch at an odd position, and the best matches are merged. A match
-    is rated by the cosine similarity of the two `keys`. If `keys` is None, a match is rated by how much merging would
-    increase the squared error, in which `weights` (by default `sizes`) weight the patches. With `lengths`, a merged
-    patch is rescaled to the mean norm of its patches.
+    is rated by the cosine similarity of the two patches' `keys`. If `keys` is None, it is rated by how much merging
+    would increase the squared error, with patches weighted by `weights` (by default `sizes`). If `lengths` is true, a
+    merged patch is rescaled to the mean norm of the patches in it.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
@@ -385,7 +385,7 @@ def _empty_merged(
 def _merge_operations(
     tokens: torch.Size, sizes: torch.Size, indices: torch.Size, keys: torch.Size | None, *_: object, **__: object
 ) -> int:
-    """Returns the number of floating-point operations for comparing all patches at even and odd positions."""
+    """Returns the number of operations for comparing every patch at an even position with every patch at an odd one."""
     patches, features = indices[1], (tokens if keys is None else keys)[2]
     return 2 * tokens[0] * (patches // 2) * ((patches + 1) // 2) * features
 

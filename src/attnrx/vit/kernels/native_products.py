@@ -106,8 +106,8 @@ def native_maps(
 ) -> Float[Tensor, "*batch outputs"]:
     """Applies several linear maps one after another, with a GELU after map i if `gelus[i]` is true.
 
-    With `joined`, every map is instead applied to `features`, and the outputs are concatenated. The C++ kernel requires
-    float32 tensors on a CPU and records no gradients.
+    If `joined` is true, every map is applied to `features` itself instead, and the outputs are concatenated. The C++
+    kernel requires float32 tensors on a CPU and records no gradients.
 
     Raises:
         NotSupported: The kernel cannot be built on this machine.
@@ -122,7 +122,7 @@ def described_maps(
 ) -> tuple[list[NativeMap], list[Tensor]]:
     """Returns a description of linear maps for the kernel, and the tensors that are described.
 
-    The first map has `inputs` input features. Keep references to the tensors until the kernel returns.
+    The first map has `inputs` input features. Keep references to the returned tensors while the kernel runs.
 
     Raises:
         InvalidInput: A tensor is not float32 on a CPU, or shapes do not match.
@@ -182,8 +182,8 @@ _NATIVE_MAPS = define(
 class BlockTensors(NamedTuple):
     """The weights and settings of a transformer block, in the order that the C++ kernel expects.
 
-    `vectors` contains weight and bias of the first norm, weight and bias of the second norm, and the two vectors that
-    multiply the outputs of attention and MLP (LayerScale). `weights` and `biases` belong to the query, key, value and
+    `vectors` contains the weight and bias of the first norm, the weight and bias of the second norm, and two vectors
+    (LayerScale) that scale the outputs of attention and MLP. `weights` and `biases` belong to the query, key, value and
     output projections, followed by the MLP's maps. `gelus[i]` is true if a GELU follows map i. `scale` multiplies the
     attention scores.
     """
@@ -213,7 +213,7 @@ class _Block(ctypes.Structure):
 
 
 class KnownBlock:
-    """A description of a block's tensors for the C++ kernel, which is created once and used in many calls.
+    """A description of a block's tensors that is created once and used in many calls of the C++ kernel.
 
     The description contains memory addresses, so in-place changes of weights affect the next call. The description
     becomes invalid if a tensor moves or changes its shape, which `is_current` detects. `is_exact` is false if a tensor
@@ -289,8 +289,8 @@ def native_block(
 ) -> tuple[Float[Tensor, "batch outputs width"], Float[Tensor, "batch heads tokens"] | None]:
     """Returns a block's output and, if `first_rows` is true, the first token's attention to all tokens.
 
-    The output is x + factors[1] * mlp(norm(x)), where x = tokens + factors[0] * attention(norm(tokens)). The C++ kernel
-    requires float32 tensors on a CPU and records no gradients.
+    The output is x + b * mlp(norm2(x)), where x = tokens + a * attention(norm1(tokens)), and a and b are the LayerScale
+    vectors (1 if there are none). The C++ kernel requires float32 tensors on a CPU and records no gradients.
 
     Args:
         tokens: The block's input.

@@ -1,4 +1,4 @@
-"""Model families. Each family finds the attention layers in one kind of model, and builds, loads and saves models."""
+"""Model families. Each family finds the attention layers in one kind of model, and describes and builds such models."""
 
 from attnrx.vit.attention import use_backend
 from attnrx.vit.models.boundary.loading import build_model, load_model, save_model

@@ -151,7 +151,7 @@ def write_processor(folder: Path, family: Family, model: nn.Module) -> None:
 
 
 def is_model_file(path: Path) -> bool:
-    """Returns whether attnrx wrote a file for a saved model, judging by the file's name and its marker."""
+    """Returns whether a file belongs to a model that attnrx saved, judging by the file's name and content."""
     # A user's own file may have one of these names. Only files with the marker are replaced.
     kind = f"{PARTS['prescription.json']} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
     if kind is not None and file_kind(path) == kind:
@@ -236,7 +236,7 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
 def _opened(
     path: Path, kind: kinds.Kind, families: Mapping[str, Family]
 ) -> tuple[dict[str, Any], Any, dict[str, Tensor]]:
-    """Reads and checks a saved model's record (its JSON description) and weights. Also returns the model's family.
+    """Reads and checks a saved model's record (its JSON description) and weights, and returns them with its family.
 
     The record must be valid for `kind`.
 

@@ -1,4 +1,4 @@
-"""Lists all model families, each of which reads one kind of model, and finds the family of a model."""
+"""The list of all model families, and functions that find a model's family. Each family reads one kind of model."""
 
 from torch import nn
 
@@ -73,7 +73,7 @@ def require_ordinary_weights(model: nn.Module) -> None:
 
 
 def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
-    """Finds the library models inside a module. Returns their paths and families, largest model first."""
+    """Returns the path and the family of each library model inside a module, starting with the largest model."""
 
     def library_of(part: nn.Module) -> AdoptedFamily | None:
         families = (family for family in LIBRARIES.values() if family.has_class_of(part))
@@ -83,7 +83,7 @@ def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
 
 
 def require_no_supported_part(model: nn.Module) -> None:
-    """Raises NotSupported if attnrx supports a submodule of a module. The message names the submodule's path."""
+    """Raises NotSupported if only a submodule of a module is supported. The message names the submodule's path."""
     for path, part in model.named_modules():
         if path and known_family(part) is not None:
             raise NotSupported(

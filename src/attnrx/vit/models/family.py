@@ -1,4 +1,4 @@
-"""The interface with which attnrx finds, changes, describes and rebuilds the layers of one kind of model."""
+"""The interface through which attnrx finds, changes, describes and rebuilds the layers of one kind of model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -99,7 +99,7 @@ class Family(ABC):
     def restored_blocks(self, model: nn.Module) -> Container[int] | None:
         """Returns the indices of the blocks after which all patches are needed, even if tokens are pruned or merged.
 
-        Models built from attnrx's own layers return None.
+        For models built from attnrx's own layers, the result is None.
         """
         return None
 
@@ -113,10 +113,10 @@ class Family(ABC):
 
     @abstractmethod
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the path of every layer's block. If attention cannot be read, a block is the part around an MLP."""
+        """Returns every block's path. If attention cannot be read, a block is the module that contains an MLP."""
 
     def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:  # noqa: B027
-        """Prunes hidden units outside `keep` from gates, norms and convolutions between an MLP's two linear maps."""
+        """Prunes gates, norms and convolutions between an MLP's two linear maps to the hidden units in `keep`."""
 
     def has_plain_units(self, model: nn.Module) -> bool:
         """Returns whether the two linear maps of every MLP have only an activation between them."""
@@ -139,7 +139,7 @@ class Family(ABC):
         return self.build(self.describe(model))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        """Returns the channels, height and width of an image."""
+        """Returns the channels, height and width of the model's input images."""
         return self._own(model).origin.input_shape
 
     @abstractmethod
@@ -165,7 +165,7 @@ class Family(ABC):
         return None
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
-        """Changes a model's number of input channels in place. Returns False if the model cannot be changed."""
+        """Makes a model accept inputs of another shape, in place. Returns False if the family does not support this."""
         return False
 
     def knows_normalization(self, model: nn.Module) -> bool:
@@ -244,7 +244,7 @@ class Family(ABC):
         return 1
 
     def grid_axis(self, model: nn.Module) -> int | None:
-        """Returns the feature axis of the token grids that blocks take, or None if blocks take token sequences."""
+        """Returns the axis of the features in the token grids that blocks take, or None if blocks take sequences."""
         return None
 
     @abstractmethod
@@ -261,7 +261,7 @@ class Family(ABC):
     ) -> ModelCosts:
         """Computes a model's parameters and MACs in closed form, for its current layer sizes or for other sizes.
 
-        You can pass other attention specs, MLP ranks, numbers of hidden units, or a token policy. By default, the
+        You can pass other attention specs, MLP ranks or numbers of hidden units, or a token policy. By default, the
         model's own sizes and policy are used. The MACs of a layer are counted for the tokens that the policy keeps.
 
         Raises:
@@ -320,8 +320,8 @@ class NamedFamily(Family):
 class LayerShapes:
     """The layer shapes that decide what a model costs.
 
-    The fields hold each layer's attention spec, the MLPs' ranks and numbers of hidden units, and the token counts. The
-    two fields for MLPs are empty if the MLPs do not consist of two linear maps.
+    The fields contain the attention spec of each layer, the ranks and the number of hidden units of each MLP, and the
+    token counts. The two fields for MLPs are empty if the MLPs do not consist of two linear maps.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -331,7 +331,7 @@ class LayerShapes:
 
 
 def called_with_images(model: nn.Module, images: ImageBatch) -> Any:
-    """Calls a module with images as the only argument, and returns the output."""
+    """Calls a model with images as its only argument, and returns the output."""
     return model(images)
 
 

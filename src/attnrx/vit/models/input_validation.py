@@ -79,7 +79,7 @@ class InputValidation:
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
-        """Returns a note if the image scale is unknown or the images do not match it. Also warns about a mismatch."""
+        """Returns a note if the right image scale is unknown or does not fit the images. Also warns about a misfit."""
         if not self._has_scale or (self._is_known and self._scale.fits):
             return []
         note = UNKNOWN_SCALE
@@ -107,7 +107,7 @@ def _by(shape: Sequence[int]) -> str:
 
 
 class ImageScale:
-    """Tracks the range of image values, to check whether the images are (pixels in [0, 1] - `mean`) / `std`."""
+    """Tracks the range of image values, to check that images are (pixels - `mean`) / `std`, with pixels in [0, 1]."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
         self.mean, self.std = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
@@ -142,7 +142,7 @@ class ImageScale:
         )
 
     def _explanations(self) -> list[str]:
-        """Returns the names of common scales with which the images' pixels would fill the range [0, 1]."""
+        """Returns the names of common image scales that would explain the values: pixels then fill the range [0, 1]."""
         scales = {name: [torch.tensor(values, dtype=torch.float64) for values in COMMON[name]] for name in COMMON}
         fitting = {name: scale for name, scale in scales.items() if scale[0].numel() in (1, len(self.mean))}
         return [name for name, scale in fitting.items() if all(self._fit(*scale))]

@@ -31,7 +31,7 @@ class ModuleCall(NamedTuple):
 
     @property
     def tokens_as_output(self) -> Any:
-        """The input tokens with the output's structure (a tensor or a tuple), as if the module were an identity."""
+        """What an identity module would return: the input tokens in the output's structure (a tensor or a tuple)."""
         return (self.tokens, *self.output[1:]) if isinstance(self.output, tuple) else self.tokens
 
 
@@ -84,7 +84,7 @@ def tokens_in(args: tuple[Any, ...], options: Mapping[str, Any]) -> Float[Tensor
 def with_tokens(
     args: tuple[Any, ...], options: dict[str, Any], tokens: Float[Tensor, "batch *sizes"]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call's arguments with the tokens replaced."""
+    """Returns a call's arguments, in which `tokens` replace the original tokens."""
     return ((tokens, *args[1:]), options) if args else (args, {**options, name_of_tokens(options): tokens})
 
 
@@ -92,7 +92,7 @@ def with_tokens(
 def recording_calls(
     modules: Iterable[nn.Module], keep: Callable[[ModuleCall], Kept], by_image: bool = False
 ) -> Iterator[list[Kept]]:
-    """Collects the results of `keep` for every call of the modules inside the context. You may clear the list."""
+    """Yields a list that collects the result of `keep` for every call of the modules. You may clear the list."""
     kept: list[Kept] = []
     with observing_calls(modules, lambda call: kept.append(keep(call)), by_image):
         yield kept
@@ -154,16 +154,19 @@ def replacing_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 def recording_blocks(model: nn.Module, family: Family) -> AbstractContextManager[list[Tensor]]:
-    """Collects the output of every block in each forward pass. You may clear the list."""
+    """Returns a context manager whose list collects every block's output in each forward pass.
+
+    You may clear the list.
+    """
     return recording_calls(blocks_of(model, family), lambda call: call.output_tokens)
 
 
 @contextmanager
 def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
-    """Runs attention on the eager backend without padding, so that counted MACs match the closed-form MACs.
+    """Lets attention run on the eager backend without padding, so that counted MACs match the closed-form MACs.
 
-    Token pruning and merging receive uniform attention maps here, so the logits differ from the model's logits. The
-    MACs are the same, because they do not depend on which tokens are pruned.
+    Inside the context, token reducers receive uniform attention maps, so the logits differ from the model's usual
+    logits. The MACs are the same, because they do not depend on which tokens are pruned.
     """
     layers = family.attention(model)
     with ExitStack() as hooks:

@@ -1,4 +1,4 @@
-"""Token merging by bipartite matching: ToMe, and Ward, which minimizes the squared error of the tokens."""
+"""Token merging by bipartite matching: ToMe, and Ward, which merges the pairs with the smallest squared error."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -31,10 +31,11 @@ ALTERNATING = slice(0, None, 2), slice(1, None, 2)
 class Merging(Reducer):
     """Base class of reducers that merge patches by bipartite soft matching (ToMe, Bolya et al., 2023).
 
-    A round divides the patches into two sets, by default alternately (see `split`). It matches every patch in the first
-    set with the most similar patch in the second, and replaces the most similar pairs by their size-weighted means. One
-    round can merge at most all patches of the first set, so merging more patches takes several rounds. The attention in
-    later layers weights every token by its size.
+    A round divides the patches into two sets, by default the patches at even and at odd positions (see `split`). It
+    matches every patch in the first set with the most similar patch in the second, and replaces the most similar pairs
+    by their size-weighted means. One round can remove at most the patches of the first set, so removing more patches
+    takes several rounds. In later layers, the attention weights every token by its size, the number of image patches
+    that it represents.
 
     Patches are compared by the cosine of their keys, averaged over the heads. To use another similarity, override
     `tables`, `features` and `closeness`, together with `needs` and `compared_width`.
@@ -44,16 +45,16 @@ class Merging(Reducer):
     needs = ("keys",)
 
     def compared_width(self, shape: Shape) -> int:
-        """Returns the number of features in which two patches are compared, which determines the counted MACs."""
+        """Returns the number of features by which two patches are compared. `predictor_macs` needs this number."""
         return shape.directions
 
     def tables(self, state: TokenState) -> Tables:
-        """Returns the tensors that are merged in every round: "patches", and the inputs of `features`."""
+        """Returns the tensors whose rows are merged in every round: "patches", and the inputs of `features`."""
         assert state.keys is not None
         return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
 
     def first_tables(self, tables: Tables, features: Tables) -> Tables:
-        """Returns the tables for the first round, to which a subclass can add tables computed from `features`."""
+        """Returns the tables for the first round. A subclass can add tables that it computes from `features`."""
         return tables
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"] | None) -> Tables:
@@ -75,11 +76,11 @@ class Merging(Reducer):
         return ALTERNATING
 
     def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
-        """Returns the patches for the next layer, after all rounds."""
+        """Returns the patches that the next layer processes, from the tables after the last round."""
         return tables["patches"]
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of comparing the two sets, summed over the rounds."""
+        """Returns the MACs of the comparisons between the two sets of patches, summed over all rounds."""
         total = 0
         while patches > count:
             second = patches // 2
@@ -127,18 +128,19 @@ class Merging(Reducer):
 
 
 class Round:
-    """One merging round, which merges the rows at `sources` into other patches.
+    """One merging round, in which the patches at the rows `sources` are merged into other patches.
 
     Source i is merged into the patch at position `goals[i]` in the set `second`. The first `prefix` rows are tokens
     that are not patches, e.g. the class token. `stay` [batch, left] contains the indices of the patches that remain
     after the round. For each patch, `destinations` [batch, patches] contains the new index of the patch that represents
-    it. Merging computes weighted means of rows. A row that is merged with no other row has a weight of exactly 1.
+    it. Merging computes weighted means of a table's rows. A row that is merged with no other row has a weight of
+    exactly 1, so it does not change.
 
-    On a CPU and in exported files, merged rows are added to the remaining rows. On other devices, one product of a
-    weight matrix [left, rows] with the table computes all means. The product sums in a fixed order. It also launches
-    fewer kernels than the additions, which matters for small batches on a GPU. Exported files do not contain the
-    product, because quantizers would treat it as a linear layer and quantize all tokens as its input. Neither variant
-    is counted in MACs.
+    On a CPU and in exported files, the weighted source rows are added to the remaining rows. On other devices, all
+    means are computed as one product of a weight matrix [left, rows] and the table. The product adds the rows in a
+    fixed order. It also launches fewer kernels than separate additions, which matters for small batches on a GPU.
+    Exported files do not contain the product, because quantizers would treat it as a linear layer and quantize all
+    tokens as its input. attnrx's MACs include neither variant.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class Round:
         return self._numbers[:, self._prefix :] - (1 + self._prefix)
 
     def of(self, table: Float[Tensor, "batch rows features"]) -> Float[Tensor, "batch left features"]:
-        """Returns a table with its rows merged. The given table contains all rows, or only the rows of the patches."""
+        """Returns a table after merging its rows. The given table has rows for all tokens, or only for the patches."""
         first = self._num_rows - table.shape[1]
         if self._shares is None:
             weighted = gathered_rows(table, self._rows[:, first:] - first) * self._weights[:, first:]
@@ -210,7 +212,7 @@ def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
 
 @dataclass(frozen=True)
 class ToMe(Merging):
-    """Merges the patches whose keys, averaged over the heads, have the largest cosine (ToMe, Bolya et al., 2023).
+    """Merges the patches with the largest cosine similarity of their head-averaged keys (ToMe, Bolya et al., 2023).
 
     attnrx implements ToMe from the paper (see `Merging`), with two differences. First, attnrx merges patches before a
     layer, while the paper merges them between attention and MLP. Second, attnrx may merge in several rounds, while the
@@ -226,16 +228,17 @@ class ToMe(Merging):
 
 @dataclass(frozen=True)
 class Ward(Merging):
-    """Merges the patches whose merging increases the squared error least (our method, with Ward's criterion, 1963).
+    """Merges the pairs of patches that increase the squared error least (our method, with Ward's criterion of 1963).
 
     Replacing a patch x of size a and a patch y of size b by their mean adds a b / (a + b) |x - y|^2 to the squared
     error of all tokens. Large groups are therefore merged late. The criterion compares tokens directly and needs no
-    attention or keys. With `lengths`, a merged token is rescaled to the mean norm of its patches. Without rescaling,
-    the mean would be shorter than the patches, and the residual branches of later layers would get too much influence.
+    attention or keys. If `lengths` is true, a merged token is rescaled to the mean norm of its patches. Otherwise, the
+    mean would have a smaller norm than the patches, and the residual branches of later layers would get too much
+    influence.
 
     With a `relevance` r above 0, the criterion multiplies a patch's size by 1 - r + r c. Here c is the class token's
     attention to the patch in the previous layer, divided by the mean attention over the patches. Errors in patches that
-    the class token ignores then cost less than other errors. The means are still weighted by the unchanged sizes.
+    the class token ignores then count less than other errors. The means still use the unchanged sizes as weights.
     """
 
     lengths: bool = True
@@ -288,7 +291,7 @@ class Ward(Merging):
         return features if weights is None else {**features, "inverse_weights": weights.reciprocal()}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns minus half the increase in squared error.
+        """Returns minus half the increase in squared error that merging each pair would cause.
 
         The increase is |x - y|^2 / (1/a + 1/b) for patches x and y of sizes a and b.
         """

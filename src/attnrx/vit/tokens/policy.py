@@ -7,8 +7,9 @@ You write policies as text, e.g. `attention_received:0.7@4,7,10`, `ward(relevanc
     reducer = call (`support.text_parsing`), whose knobs may be reducers
 
 A stage is one run of the reducer before one of the layers. With one ratio, every stage keeps this share of the
-remaining patches. With several ratios, stage i keeps the i-th share of the image's patches. `N@every` removes N patches
-before every layer except the first. Parsing inverts formatting: parse_policy(str(policy)) == policy.written.
+remaining patches. With several ratios, the i-th ratio is the share of the image's patches that remains after stage i.
+`N@every` removes N patches before every layer except the first. Parsing a formatted policy returns the policy as
+written: parse_policy(str(policy)) == policy.written.
 """
 
 import math
@@ -36,11 +37,13 @@ class TokenPolicy:
     """A reducer with its schedule: the stages at which it runs, and how many patches remain after each stage.
 
     A stage runs before each of the `layers`, which are counted from 1. `keep` contains the share of the image's patches
-    that remains after each stage. For three stages, a keep ratio of rho in a paper means `keep` = (rho, rho^2, rho^3).
-    The number of patches is rounded down. For example, 137, 96 and 67 of 196 patches remain at a ratio of 0.7.
+    that remains after each stage. If a paper states a keep ratio of rho for three stages, `keep` is the powers rho,
+    rho^2 and rho^3. Numbers of patches are rounded down. For example, at a ratio of 0.7, 137, 96 and 67 of 196 patches
+    remain after the three stages.
 
     If `num_pruned` is not None, this number of patches is removed before every layer except the first. `on` then sets
-    `layers` and `keep` for a given model. ToMe calls this number r, but merges inside every layer, including the last.
+    `layers` and `keep` for a given model. The ToMe paper calls this number r, but it merges inside every layer,
+    including the last.
     """
 
     reducer: Reducer
@@ -92,7 +95,7 @@ class TokenPolicy:
 
     @property
     def written(self) -> "TokenPolicy":
-        """The policy as written in its text. A text with `@every` contains neither layers nor shares."""
+        """The policy as its text states it. The text of an `@every` policy contains neither layers nor shares."""
         return self if self.num_pruned is None else replace(self, layers=(), keep=())
 
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":

@@ -30,7 +30,7 @@ class LayerStatistic(ABC):
 
     @abstractmethod
     def without(self, indices: Int[Tensor, "batch removed"]) -> "LayerStatistic":
-        """Returns the statistic after resetting the tokens at `indices`, which new tokens have overwritten."""
+        """Returns the statistic with the entries at `indices` reset, because new tokens overwrote these tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TokenState:
     """The input of a reducer at a stage. Statistics that the reducer does not need are None.
 
     Attributes:
-        tokens: All tokens before the stage.
+        tokens: All tokens that enter the stage, including the prefix tokens.
         prefix: The number of tokens before the patches (e.g. the class token), which are never pruned.
         sizes: The number of image patches that each token represents: 0 for a masked token, 1 for an ordinary token,
             and more for a merged token.
@@ -186,8 +186,8 @@ class Reducer(ABC):
     Implement a reducer as a frozen dataclass whose fields are its settings.
 
     Attributes:
-        proportional: Whether the reducer changes the sizes of tokens. Later attention then weights each token by its
-            size, by adding the logarithm of the size to the scores.
+        proportional: Whether the reducer changes the sizes of tokens. If so, later layers add the logarithm of each
+            token's size to its attention scores, so that larger tokens get more weight.
         extra: How many tokens a stage appends to the kept patches.
         needs: What the reducer needs from the layer before a stage: any of "class_attention", "attention", "keys",
             "value_norms".
@@ -238,7 +238,7 @@ class Reducer(ABC):
         """Returns the statistic `before` (None at the first layer) after adding one layer's `every_layer` quantity.
 
         Raises:
-            NotImplementedError: The reducer uses no statistic over layers.
+            NotImplementedError: The reducer accumulates no statistic over layers.
         """
         raise NotImplementedError
 
@@ -270,7 +270,7 @@ class Selecting(Reducer):
         """Returns a score for every patch. Only the order of the scores within an image affects the selection."""
 
     def weights(self, relevance: PerPatch) -> PerPatch:
-        """Converts relevance into nonnegative weights for the mean of pruned patches that a reducer may fuse."""
+        """Converts relevance into nonnegative weights, for reducers that fuse pruned patches into a weighted mean."""
         return relevance
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
@@ -330,9 +330,9 @@ def best(relevance: PerPatch, present_mask: PerPatch | None, count: int) -> Int[
 
 
 def destinations_of(kept: Int[Tensor, "batch kept"], others: Int[Tensor, "batch patches"]) -> Tensor:
-    """Returns the destination of every patch, [batch, patches].
+    """Returns, for every patch, the index of the token that represents it, [batch, patches].
 
-    A kept patch's destination is its position in `kept`. All other patches get their destinations from `others`.
+    For a kept patch, this is its position in `kept`. For all other patches, the indices come from `others`.
     """
     return others.scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
 
@@ -356,7 +356,7 @@ class ClassAttention(Selecting):
 
 @dataclass(frozen=True)
 class AttentionReceived(Selecting):
-    """Keeps the patches that get the most attention from all tokens in the previous layer. Needs no class token."""
+    """Keeps the patches that get the most attention from all tokens in the previous layer. It needs no class token."""
 
     needs = ("attention",)
 

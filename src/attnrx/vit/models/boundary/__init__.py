@@ -1,1 +1,1 @@
-"""Working copies, loading, saving and acceleration of models, which attnrx's public functions share."""
+"""Code that public functions share: it makes working copies of models, and loads, saves and accelerates models."""

@@ -1,7 +1,7 @@
 """Converts models to attnrx's kernels for inference (`accelerate`), and back (`plain`).
 
-An accelerated model cannot be trained, and its weights cannot be changed. So the values that the kernels compute from
-the weights always stay valid. The class of an accelerated model is a subclass of the user's class.
+An accelerated model cannot be trained, and its weights cannot be changed. So values that attnrx computes once from the
+weights always stay valid. The class of an accelerated model is a subclass of the user's class.
 """
 
 from collections.abc import Mapping

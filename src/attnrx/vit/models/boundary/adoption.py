@@ -1,7 +1,7 @@
 """Adopts models: replaces the attention layers in a working copy, and checks that the copy computes the same outputs.
 
-A library can create its own models again. A user's module contains the Vision Transformer at some path, and may have
-other parts around it (`Surroundings`).
+A model is either a library's model, which the library can create again, or a user's module. Such a module contains the
+Vision Transformer at some path, and may have other parts around it (`Surroundings`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +53,7 @@ OTHER_ATTENTION = (
 
 
 class _OtherInputs(NotSupported):
-    """Raised if a module does not take only images, or does not return one entry per image."""
+    """Raised if a module cannot be called with images alone, or does not return one entry per image."""
 
 
 def adopted_instance(
@@ -61,8 +61,8 @@ def adopted_instance(
 ) -> nn.Module:
     """Returns a working copy of a module of any class, or the module itself if it belongs to a known family.
 
-    `factory` is the function that creates the module again. If the module does not take only images, `inputs` is an
-    example of its inputs. `image_size` is passed to `adopt`.
+    `factory` is a function that creates the module again. If the module cannot be called with images alone, `inputs` is
+    an example of its inputs. `image_size` is passed to `adopt`.
 
     Raises:
         NotSupported: The module has an unsupported feature, or attnrx can read no part of it.
@@ -154,7 +154,7 @@ def adopt(
     As a check, attnrx compares the outputs of the model and the copy on random images, and the outputs of every
     attention layer and its replacement. A library's model (`path` is None) is also created again from its description,
     and compared with the copy. For a user's module, forward passes measure what the parts around the Vision Transformer
-    cost, and show what they read and return. Activations that the module stores are detached.
+    cost, and find out which tokens they read and what they return. Activations that the module stores are detached.
 
     Args:
         family: The family of the Vision Transformer.
@@ -226,9 +226,9 @@ def _function_name(factory: Factory) -> str:
 def _proved(
     family: AdoptedFamily, original: nn.Module, working: Adopted, image_size: tuple[int, int] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Checks a working copy. Returns random images, and the model's outputs for them, which equal the copy's outputs.
+    """Checks that a model and its working copy agree on random images, and returns the images and the model's outputs.
 
-    For a user's module, the working copy also stores which method of the module takes images, and the images' size.
+    For a user's module, the working copy also stores which method of the module takes images, and their size.
     """
     candidates, errors = [working.around], list[_OtherInputs]()
     if (around := working.around) is not None:
@@ -350,7 +350,7 @@ def _measure_(
 
 
 def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
-    """Returns whether `create` returns an equal module, which has the expected outputs once the weights are loaded."""
+    """Returns whether `create` returns an equal module that has the expected outputs once the weights are loaded."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             created = create().to(images)
@@ -399,10 +399,10 @@ def _kind(
 
 
 def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tuple[int, ...]:
-    """Returns the indices of blocks whose patch tokens are used by the next block and by another part, e.g. a decoder.
+    """Returns the indices of blocks whose patch tokens are read by another part than the next block, e.g. a decoder.
 
-    To test a block, its patch tokens are changed for all parts of the model except the next block. If the model's
-    outputs change, another part uses these tokens.
+    To test a block, its output is changed at the patch tokens, but the next block still gets the original output. If
+    the model's outputs then change, another part reads these tokens.
     """
     blocks = family.blocks(working.trunk)
     prefix = family.parts(working.trunk).prefix_tokens

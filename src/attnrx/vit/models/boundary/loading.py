@@ -91,7 +91,7 @@ def load_model(
 
 @checked()
 def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """Builds a model with fresh weights by its name, e.g. `timm:vit_tiny_patch16_224`.
+    """Builds the model of this name, e.g. `timm:vit_tiny_patch16_224`, with new random weights.
 
     On PyTorch's meta device, the model is created without weights, which is enough to compute its costs.
 
@@ -130,8 +130,8 @@ def save_model(
     can write more files there. Before anything is replaced, the new folder is loaded and compared with `model`.
 
     Raises:
-        NotSupported: The model belongs to no family, or its weights cannot be stored one by one. Also raised if the
-            saved model differs from `model`, because `model` was changed in a way that a folder cannot store.
+        NotSupported: The model belongs to no family, is quantized, or has blocks with shared weights. Also raised if
+            the saved model differs from `model`, because `model` was changed in a way that a folder cannot store.
     """
     given, model = model, working_copy(model)
     family: Any = family_of(model)
@@ -168,7 +168,7 @@ def require_same(folder: Path, model: nn.Module, factory: Factory | None = None)
 
 
 def _meant(name: str) -> str:
-    """Returns the end of an error message about a missing folder, with names that the user may have meant."""
+    """Returns the end of an error message about a missing folder: names that the user may have meant."""
     known = []
     for library, family in LIBRARIES.items():
         with suppress(NotSupported):  # the library is not installed
@@ -186,11 +186,11 @@ def _of_transformers(name: Path | str, trust: bool) -> nn.Module:
 
 
 def load_folder(folder: Path | str, factory: Factory | None = None, weights: Path | str | None = None) -> nn.Module:
-    """Loads a working copy of the model in an attnrx folder. `weights` may be a file that replaces the saved weights.
+    """Loads a working copy of a saved model. Weights from the file `weights`, if given, replace the saved weights.
 
     Raises:
         CheckpointError: The folder contains no model, or a damaged model.
-        NotSupported: Only a function can create the user's module in this folder, but `factory` is None.
+        NotSupported: The saved module can only be created by the user's function, but `factory` is None.
     """
 
     def build(family: Any, description: Mapping[str, Any]) -> nn.Module:

@@ -23,7 +23,7 @@ def shallower_form(model: nn.Module, kept: Sequence[int]) -> nn.Module:
     """Returns a new model of the same library that contains only the blocks `kept`, with copies of their weights.
 
     As a check, the new model's outputs are compared with the outputs of the original model, in which the removed blocks
-    return their inputs.
+    are made to return their inputs.
 
     Raises:
         NotSupported: The library cannot create such a model, or the outputs in this check differ.
@@ -62,7 +62,7 @@ def shallower_form(model: nn.Module, kept: Sequence[int]) -> nn.Module:
 
 
 def _require_passed(own: nn.Module, created: nn.Module, removed: Sequence[str], stock: Stock) -> None:
-    """Raises NotSupported if the outputs differ between the new model and the original without the removed blocks."""
+    """Raises NotSupported if the new model's outputs differ from the original's with the removed blocks skipped."""
     images = random_images(created, stock.origin.input_shape)
     blocks = [own.get_submodule(path) for path in removed]
     with evaluating((own, created)):
@@ -80,7 +80,7 @@ def _require_passed(own: nn.Module, created: nn.Module, removed: Sequence[str], 
 
 @contextmanager
 def passing(blocks: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Makes blocks return their input tokens within the context, in the same structure as their usual outputs."""
+    """Makes blocks return their input tokens within the context, e.g. in a tuple if they usually return a tuple."""
 
     def forward(output: Any, tokens: Tensor, *_: Any, **__: Any) -> Any:
         return tokens if isinstance(output, torch.Tensor) else (tokens, *output[1:])

@@ -1,10 +1,10 @@
-"""Creates and saves portable models, i.e. models with pruned sizes that their own library loads without attnrx.
+"""Creates and saves portable models, i.e. pruned models that their own library can load without attnrx.
 
 A library's class has an argument for the MLP width, and some classes have one for the number of heads. `Stock` finds
-the arguments for given sizes. For this, it tries the arguments that libraries commonly use, creates each model on the
-meta device, and compares the sizes. `stock_form` then creates the model, copies the weights into it, and compares its
-outputs with the original outputs. `save_stock` writes the library's own checkpoint format, and an additional
-attnrx.json for attnrx.
+the arguments for given sizes. It tries arguments that libraries commonly use, creates a model with them on the meta
+device, and compares the model's sizes with the given sizes. `stock_form` then creates the model, copies the weights
+into it, and compares its outputs with the original model's outputs. `save_stock` saves it in the library's own
+checkpoint format, with an additional attnrx.json for attnrx.
 """
 
 import copy
@@ -59,7 +59,7 @@ PORTABLE = (
 
 
 class Stock:
-    """Finds arguments with which a library's class creates a model with given MLP widths, number of heads and depth."""
+    """Finds arguments with which a library creates a model of a given MLP width, number of heads and depth."""
 
     def __init__(self, model: nn.Module):
         """Reads a model's present sizes.
@@ -133,7 +133,7 @@ class Stock:
             return False
 
     def _candidates(self, hidden: int, heads: int, depth: int) -> Iterator[dict[str, Any]]:
-        """Yields arguments with which the library might create these sizes."""
+        """Yields arguments with which the library might create a model of these sizes."""
         given = dict(self.origin.arguments)
         inside = "vision_config" if isinstance(given.get("vision_config"), Mapping) else ""  # in a CLIP class
         own, width = dict(given[inside] if inside else given), self.width
@@ -180,7 +180,7 @@ class Stock:
         return arguments, changed
 
     def followers(self, hidden: int, heads: int) -> tuple[tuple[str, str], ...]:
-        """Returns the MLPs outside the blocks to which the library gives the same width as the MLPs of the blocks.
+        """Returns the MLPs outside the blocks that the library would also create with `hidden` hidden units.
 
         Each MLP is represented by the paths of its two linear layers. For example, the pooling head of SigLIP contains
         such an MLP.
@@ -250,9 +250,9 @@ def _weights_of(part: nn.Module | None) -> list[tuple[str, torch.Size]]:
 def stock_form(model: nn.Module) -> nn.Module:
     """Returns a new instance of the library's class with the model's weights and without attnrx modules.
 
-    If no argument of the class describes the sizes, e.g. because the sizes differ between layers, linear layers are
-    replaced by layers of the right sizes (`Stock.present`). A saved folder then contains the code for this replacement.
-    The new model and `model` share the memory of their weights.
+    If no arguments of the class describe the sizes, e.g. because they differ between layers, linear layers of the right
+    sizes replace the library's linear layers (`Stock.present`). A saved folder then contains the code for this. The new
+    model and `model` share the memory of their weights.
 
     Raises:
         NotSupported: The library has no modules for the model's ranks, token policy or heads.
@@ -461,7 +461,7 @@ WRITERS: Mapping[str, Callable[[Any, Stock, Path], None]] = {
 
 
 def _is_of_library(working: nn.Module) -> bool:
-    """Returns whether a library can create a working copy's model again."""
+    """Returns whether a working copy is of a model that its library can create again."""
     return isinstance(working, Adopted) and working.around is None and family_of(working) in LIBRARIES.values()
 
 

@@ -115,7 +115,7 @@ _IS_INSIDE: ContextVar[bool] = ContextVar("inside a verb", default=False)
 
 @contextmanager
 def inside_verb() -> Iterator[None]:
-    """Makes verbs that are called in this context return working copies."""
+    """Makes public functions that are called in this context return working copies."""
     token = _IS_INSIDE.set(True)
     try:
         yield
@@ -124,7 +124,7 @@ def inside_verb() -> Iterator[None]:
 
 
 def returned(result: Any, given: Sequence[nn.Module] = ()) -> Any:
-    """Returns a verb's result, with working copies converted back to models of the user's classes.
+    """Converts the working copies in a public function's result back to models of the user's classes.
 
     If a converted model shares weights with a model in `given`, e.g. because nothing changed, a copy is returned.
     """
@@ -160,7 +160,7 @@ def ordinary_modes() -> Iterator[None]:
 def restored_state(models: Sequence[nn.Module]) -> Iterator[None]:
     """Restores training modes, gradients, and the random states of torch, numpy and `random` when the context ends.
 
-    The gradients include `requires_grad` and `grad` of every weight.
+    For the gradients, `requires_grad` and `grad` of every weight are restored.
     """
     modes = [(part, part.training) for model in models for part in model.modules()]
     gradients = [(weight, weight.requires_grad, weight.grad) for model in models for weight in model.parameters()]

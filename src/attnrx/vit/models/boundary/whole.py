@@ -58,7 +58,7 @@ def created_again(around: Surroundings, factory: Factory | None) -> nn.Module:
 
 
 def restate_creation_(adopted: Adopted) -> None:
-    """Updates a working copy's description if calling its library or class would create different weight shapes.
+    """Updates a working copy's description if its library or class would now create weights of other shapes.
 
     The shapes differ if the user changed the module after loading it. Loading the saved model then requires a factory.
     """
@@ -94,7 +94,7 @@ def _changed_paths(adopted: Adopted, around: Surroundings) -> Iterator[str]:
 
 
 def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
-    """Returns pairs of layers outside the Vision Transformer whose hidden units can be pruned one by one.
+    """Returns pairs of layers outside the Vision Transformer with hidden units that can be pruned one by one.
 
     A hidden unit, such as a decoder channel, can be pruned if no other hidden unit is computed from it. Paths are
     relative to the working copy's `source`.
@@ -105,7 +105,7 @@ def pairs_around(adopted: Adopted) -> tuple[Pair, ...]:
 
 
 def keep_units_around_(adopted: Adopted, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
-    """Prunes a pair returned by `pairs_around` to the hidden units in `keep`, in place and without compensation."""
+    """Prunes a pair from `pairs_around` to the hidden units in `keep`, in place. The kept weights do not change."""
     around, family = adopted.around, family_of(adopted)
     assert around is not None
     cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
@@ -123,7 +123,7 @@ def needed_to_load(model: nn.Module) -> str:
 
 
 def named_function(name: str) -> Callable[..., nn.Module]:
-    """Imports the function that a user named by the text "module:function".
+    """Imports a function by its name in the form "module:function".
 
     Raises:
         InvalidInput: The function cannot be imported.

@@ -1,11 +1,12 @@
 """Converts models to the working copies that attnrx uses internally, and back to the user's own classes.
 
-A loaded model keeps the class of its library or user, and stores a record of facts for attnrx. attnrx's public
-functions on models (verbs) compute with a working copy of the model (`Adopted`). In a working copy, the attention
-modules are attnrx's own, linear maps and blocks may use attnrx's kernels, and a library's model returns one tensor.
+A loaded model keeps the class of its library or user, and stores a record with what attnrx knows about it. attnrx's
+public functions on models (verbs) compute with a working copy of the model (`Adopted`). In a working copy, the
+attention modules are attnrx's own, linear maps and blocks may use attnrx's kernels, and a library's model returns one
+tensor.
 
-A verb's result is then written into a copy of the user's module. If a library's attention module or linear map cannot
-store the new weights, attnrx replaces it.
+The result of a verb is then written into a copy of the user's module. If a library's attention module or linear map
+cannot store the new weights, attnrx replaces this module.
 """
 
 import copy
@@ -58,10 +59,10 @@ def is_working(model: nn.Module) -> bool:
 
 
 def working_copy(model: nn.Module) -> nn.Module:
-    """Returns a working copy of a model with a record. A model without a record is returned unchanged.
+    """Returns a working copy of a model that has attnrx's record. Other models are returned unchanged.
 
-    Except for attention weights, the copy shares its parameters' memory with the model. Do not change parameters
-    in place.
+    Except for attention weights, the copy shares its parameters' memory with the model. Do not change the parameters
+    of the copy in place.
     """
     if WORKING in vars(model):
         model = plain_form(model)
@@ -90,8 +91,8 @@ def model_fingerprint(model: nn.Module) -> str:
 def answer(model: nn.Module, images: ImageBatch) -> Any:
     """Runs a model on images. Returns one row per image, or the whole output if a user's module contains the model.
 
-    transformers models have their own name for the image argument, and return several tensors. This function calls all
-    models in the same way.
+    In transformers, models name the image argument differently, and return several tensors. With this function, you can
+    call all models in the same way.
     """
     return _caller(model)(model, images)
 
@@ -139,7 +140,7 @@ def own_model(model: nn.Module) -> nn.Module:
 
 
 def timed_form(model: nn.Module, in_kernels: bool) -> nn.Module:
-    """Returns the model to time. It uses attnrx's kernels if `in_kernels` is true, and the user's code otherwise."""
+    """Returns the model to time, which runs in attnrx's kernels if `in_kernels` is true, or else in the user's code."""
     return model if in_kernels or not is_working(model) else Answering(library_form(model))
 
 
@@ -197,7 +198,7 @@ def plain_form(accelerated: nn.Module) -> nn.Module:
 
 
 def hook_keys(model: nn.Module) -> dict[str, frozenset[int]]:
-    """Maps the path of each part that has hooks to the keys of these hooks."""
+    """Returns the keys of all forward hooks, by the path of the part that has them."""
     keys = {path: frozenset((*part._forward_pre_hooks, *part._forward_hooks)) for path, part in model.named_modules()}
     return {path: each for path, each in keys.items() if each}
 
@@ -263,7 +264,7 @@ def _put_settings_(own: Any, value: Any) -> None:
 
 
 def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
-    """Implements `library_form`. If `in_blocks` is true, blocks are rewritten to take [batch, tokens, width]."""
+    """Implements `library_form`. If `in_blocks` is true, blocks are rewritten to take tokens [batch, tokens, width]."""
     family: Any = family_of(model)
     assert model.plain is not None
     result, facts, places = model.plain.copied(), family.present_facts(model), dict(model.places)
@@ -282,7 +283,7 @@ def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
 
 
 def _attach_tokens_of_(model: nn.Module, other: nn.Module) -> None:
-    """Attaches the token policy and predictors of `other`, another form of the same model, if it has a policy."""
+    """Attaches the token policy of `other` (another form of the same model) and its predictors to `model`, if any."""
     reduction = reduction_of(other)
     if reduction is None:
         return
@@ -331,7 +332,7 @@ def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, pl
 def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, adapter: Adapter) -> bool:
     """Writes attention into a library's module. Returns whether the same attention can be read back from the module.
 
-    If the result differs, the module's earlier contents are restored.
+    If not, the module's earlier contents are restored.
     """
     attention = adapter.attention
     if not _is_idle(attention):
@@ -434,7 +435,7 @@ def _put_halves_(halves: Any, result: nn.Module, target: str) -> None:
 
 
 def _put_map_(part: nn.Module, result: nn.Module, target: str) -> None:
-    """Writes a linear map into the library's linear map, or replaces the library's map if the new map is factored."""
+    """Writes a linear map's weights into the library's linear map, or replaces that map if the new one is factored."""
     own = result.get_submodule(target)
     if isinstance(part, Convolution):
         if isinstance(own, nn.Conv2d) and isinstance(part.linear, nn.Linear):
@@ -481,7 +482,7 @@ def _put_others_(root: nn.Module, result: nn.Module, handled: set[str], places: 
 
 
 def _put_modes_(root: nn.Module, result: nn.Module, places: Mapping[str, str]) -> None:
-    """Copies training modes into the result. A part that the working copy lacks gets its parent's new mode."""
+    """Copies training modes into the result. A part that the working copy lacks changes its mode with its parent."""
     working = {places.get(path, path): part.training for path, part in root.named_modules()}
     before = {path: part.training for path, part in result.named_modules()}
     for path, part in result.named_modules():
@@ -513,7 +514,8 @@ def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     """Returns the model, or a copy of it that takes inputs of this shape (channels, height, width).
 
     A copy is made only if the model takes another shape. The model's library interpolates the position embeddings. If
-    tokens are pruned, each pruning stage keeps the same share of the patches as before.
+    tokens are pruned, each pruning stage keeps the same share of the patches as before. If the number of channels
+    cannot be changed, the model itself is returned.
 
     Raises:
         NotSupported: The library cannot interpolate this model's position embeddings.

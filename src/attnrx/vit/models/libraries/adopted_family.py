@@ -1,4 +1,4 @@
-"""The base class for families of library models, which reads, describes and rebuilds models and counts their MACs."""
+"""The base class of families that read, describe and rebuild the models of a library, and count their MACs."""
 
 import importlib
 import math
@@ -68,7 +68,8 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
 
     A subclass describes the parts of the library's models (`parts`), converts their attention (`projected`, `traits`,
     `adapter`), creates models, and lists unsupported features (`refusals`). A user's module that contains such a model
-    (`Adopted.around`) belongs to the same family. The methods then read the Vision Transformer from `Adopted.trunk`.
+    belongs to the same family. In this case, `Adopted.around` describes the parts around the Vision Transformer, and
+    the methods read the Vision Transformer itself from `Adopted.trunk`.
 
     Raises:
         NotSupported: A method needs a library that is not installed.
@@ -89,7 +90,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return iter(())
 
     def prove(self, adopted: Adopted) -> None:
-        """Raises NotSupported if a working copy contradicts what its reader states.
+        """Raises NotSupported if a working copy contradicts what the model's reader states about the model.
 
         Subclasses override this method to check statements that a comparison of outputs cannot confirm.
         """
@@ -128,8 +129,8 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     ) -> Origin:
         """Returns the `Origin` of a library's model, or of the Vision Transformer at `path` in a user's module.
 
-        For a library's model, `path` is None, and values in `stated` override the model's own values. `facts` come
-        from the model's `Record`.
+        For a library's model, `path` is None, and values in `stated` override the model's own values. `facts` are
+        the facts in the model's `Record`.
 
         Raises:
             NotSupported: The model does not store how it was created.
@@ -138,9 +139,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self._stated(model, stated) if path is None else self.origin_inside(model.get_submodule(path))
 
     def opened(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, str]]:
-        """Rewrites blocks to take [batch, tokens, width]. Returns the module and the former paths of parts that moved.
+        """Rewrites a module's blocks so that they take [batch, tokens, width].
 
-        The module may be changed in place. A module whose blocks already take this shape is returned unchanged.
+        The module may be changed in place. A module whose blocks already take this shape is returned unchanged. The
+        second result maps the new path of every part that moved to its former path.
         """
         return module, {}
 
@@ -174,7 +176,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return adopted
 
     def present_facts(self, adopted: Adopted) -> dict[str, Any]:
-        """Returns the facts for a model's record, apart from its origin and the parts around it."""
+        """Returns the facts to store in a model's `Record`, besides its fields `origin` and `around`."""
         return dict(adopted.facts)
 
     def library_model(self, model: nn.Module) -> nn.Module:
@@ -220,7 +222,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return attention
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
-        """Installs attention in every block, removes dropouts with rate 0, and prepares blocks for attnrx's kernels.
+        """Installs attnrx attention in every block, removes dropouts with rate 0, and prepares blocks for fast kernels.
 
         Models with class-token pooling also get the `LastLayer` shortcut.
         """
@@ -278,7 +280,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return self.answered_blocks(adopted) if adopted.around is None else adopted.around.read_blocks
 
     def answered_blocks(self, adopted: Adopted) -> Container[int]:
-        """Returns the indices of blocks after which a library model's output needs all patches, as in a backbone."""
+        """Returns the indices of the blocks after which the output needs all patch tokens, e.g. in a backbone."""
         return ()  # logits need no features of pruned patches
 
     def require_supported(self, model: nn.Module) -> None:
@@ -347,7 +349,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted.trunk.set_submodule(path, linear.train(adopted.trunk.get_submodule(path).training))
 
     def _found_pairs(self, source: nn.Module) -> tuple[Pair, ...]:
-        """Returns the paths of every MLP's linear maps, or () if a block has an MLP of another kind."""
+        """Returns the paths of every MLP's linear maps, or () if any block has an MLP of an unsupported kind."""
         parts, pairs = self.parts(source), []
         for path in self.block_paths(source):
             mlp = source.get_submodule(f"{path}.{parts.mlp[0]}")
@@ -388,7 +390,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """Creates a model with its own library, and resizes its attention and MLPs as the description states.
 
         Raises:
-            InvalidInput: The library creates a model with another depth.
+            InvalidInput: The depth of the created model differs from the depth in the description.
         """
         return self.shaped(self._created(self.described_origin(description)), description)
 
@@ -396,7 +398,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """Works like `build`, for a new instance of the user's module that contains the Vision Transformer.
 
         Raises:
-            InvalidInput: The module contains another Vision Transformer.
+            InvalidInput: The module has no model of this library at the described path.
         """
         around, facts = from_dict(description["around"], Surroundings), self.described_facts(created, description)
         path, origin = around.path, self.described_origin(description)
@@ -424,7 +426,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         )
 
     def described_facts(self, created: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads from a description the facts that the method `opened` needs for the created module."""
+        """Returns the facts in a description that the method `opened` needs for the created module."""
         return {}
 
     def recreated(self, description: Mapping[str, Any], state: Mapping[str, Tensor], outputs: str | None) -> Adopted:
@@ -509,7 +511,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         self._shape_mlps_(adopted, description)
 
     def _shape_mlps_(self, adopted: Adopted, description: Mapping[str, Any]) -> None:
-        """Resizes a created model's MLPs as described, and converts its unsaved buffers to their described types."""
+        """Resizes a created model's MLPs as described, and converts its unsaved buffers to the described dtypes."""
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
             module = adopted.trunk.get_submodule(owner.removeprefix("source").lstrip("."))
@@ -554,9 +556,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             self.count_(adopted)
 
     def _size_inside(self, adopted: Adopted, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width of the Vision Transformer's input for images of this size.
+        """Returns the height and width of the Vision Transformer's input if the module gets images of this size.
 
-        A user's module may resize or pad images. If the inner size cannot be observed, the images' size is returned.
+        A user's module may resize or pad images before its Vision Transformer. If the Vision Transformer's input
+        cannot be observed, the size of the images is returned.
         """
         path, (channels, *own) = self.parts(adopted.trunk).patches.split("."), adopted.input_shape
         first = 0 if adopted.path else 1
@@ -604,7 +607,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def count_(self, adopted: Adopted) -> None:
         """Counts the token sequences of every block, and the MACs of all parts around the Vision Transformer.
 
-        The counts come from one forward pass of a user's module, and are stored in `around`.
+        Both are counted in one forward pass of the user's module, and are stored in `adopted.around`.
         """
         around, parts = adopted.around, self.parts(adopted.trunk)
         assert around is not None
@@ -658,11 +661,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return origin
 
     def present_origin(self, adopted: Adopted) -> Origin:
-        """Returns a model's origin, updated with the arguments that the model's attributes store now."""
+        """Returns a model's origin, with arguments that are updated from the model's present attributes."""
         return adopted.origin
 
     def state_format_(self, source: nn.Module, origin: Origin) -> None:
-        """Stores the input format in the attributes of a created or resized model, from which the library reads it."""
+        """Writes the input format to those attributes of a created or resized model from which the library reads it."""
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
         """Resizes a library's model inside a newly created user's module to the image size of `origin`.
@@ -804,8 +807,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """Returns the parameters and MACs that the model would have with these layer shapes.
 
         Every parameter of the model is counted in exactly one part. Parameters before the first layer, including tokens
-        and position embeddings, count as patches. A layer's parameters outside attention and MLP, such as LayerScale
-        and relative positions, count as norms. All parts around the Vision Transformer count as classifier.
+        and position embeddings, count as patches. A layer's parameters outside its attention and MLP, such as
+        LayerScale and relative positions, count as norms. All parts around the Vision Transformer count as part of
+        the classifier.
         """
         adopted = self._adopted(model)
         plain, around = self.trunk_costs(adopted, shapes), adopted.around
@@ -823,7 +827,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return replace(costs, classifier=costs.classifier + outside)
 
     def trunk_costs(self, adopted: Adopted, shapes: LayerShapes) -> ModelCosts:
-        """Returns the costs of only the Vision Transformer."""
+        """Returns the costs of the Vision Transformer, without the parts around it."""
         source, blocks, maps = adopted.trunk, self.blocks(adopted.trunk), self.mlp(adopted)
         parts, tokens = self.parts(source), shapes.tokens
         positions = self.positions(adopted)
@@ -868,7 +872,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         return sum(classifier_macs(head, tokens) for head in self._heads(adopted.trunk))
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Returns a model's origin. Values in `stated` have precedence."""
+        """Returns a model's origin, in which the values in `stated` override the model's own values."""
         origin = replace(self.origin(model), **stated)
         if not self.num_patches(model, origin.input_shape):
             height, width = origin.input_shape[1:]
@@ -924,7 +928,7 @@ def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
 
 
 def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
-    """Replaces a library's MLP with a `FusedMLP`, if the MLP has only two linear maps and an activation."""
+    """Replaces a library's MLP by a `FusedMLP` if it consists of only two linear maps and an activation."""
     name, *others = parts.mlp
     mlp = block.get_submodule(name)
     if others or not parts.compresses(mlp):
@@ -939,7 +943,7 @@ def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
 
 
 def saved_names(model: nn.Module) -> Mapping[str, str]:
-    """Maps weight names in files written by `save_pretrained` to the names in the transformers model."""
+    """Maps the names of weights in files that `save_pretrained` writes to their names in the transformers model."""
     try:
         revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
         state = model.state_dict()

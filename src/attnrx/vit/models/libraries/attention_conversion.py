@@ -37,7 +37,7 @@ def distances_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 class AttentionConversion(ABC):
-    """The base class with a family's methods for converting attention to attnrx's form and back.
+    """The base class with a family's methods that convert attention modules to attnrx attention and back.
 
     The conversion uses the projections that `parts` names, and the family's methods `traits` and `pair_bias`.
     """
@@ -64,9 +64,10 @@ class AttentionConversion(ABC):
         return attention
 
     def write_attention_(self, source: nn.Module, module: nn.Module, adapter: Adapter) -> None:
-        """Writes attnrx attention into an attention module of the model `source`. The module may have more heads.
+        """Writes attnrx attention into an attention module of the model `source`.
 
-        If the module can represent the attention, a later call of `convert_attention` returns the same attention.
+        The module may have more heads than the attention. If the module can represent the attention, a later call of
+        `convert_attention` returns the same attention.
 
         Raises:
             NotSupported: The module cannot store the weights.
@@ -117,7 +118,7 @@ class AttentionConversion(ABC):
             set_parameter_(module, name, tables[0].mT.contiguous(), getattr(module, name).requires_grad)
 
     def _num_heads(self, module: nn.Module, parts: ViTParts) -> int:
-        """Returns the number of heads that an attention module states."""
+        """Returns an attention module's number of heads, from `parts` or from an attribute of the module."""
         name = "num_heads" if isinstance(module, nn.MultiheadAttention) else parts.num_heads
         return name if isinstance(name, int) else int(getattr(module, name))
 
@@ -134,7 +135,7 @@ class AttentionConversion(ABC):
     def write_projections_(
         self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
     ) -> None:
-        """Writes query, key, value and output weights and biases into a module, as the inverse of `projected`.
+        """Writes the query, key, value and output projections into an attention module (the inverse of `projected`).
 
         Query, key and value weights have the shape [rows, width], and their biases [rows]. The output weight has the
         shape [width, rows], and its bias [width]. A bias may be None.
@@ -162,7 +163,7 @@ class AttentionConversion(ABC):
             write_linear_(linear, weight, bias)
 
     def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Returns an attention module's weights and biases, both in the order query, key, value, output."""
+        """Returns the weights and the biases of an attention module, each in the order query, key, value, output."""
         part: Any = module
         if isinstance(module, nn.MultiheadAttention):  # stores its fused projection as a parameter, not a module
             weights: list[Any] = [part.in_proj_weight, part.out_proj.weight]
@@ -176,7 +177,7 @@ class AttentionConversion(ABC):
         return weights, biases
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
-        """Returns further arguments for `attention_from_projections`, such as the rotary embedding and inner norms."""
+        """Returns further arguments of `attention_from_projections`, e.g. `rotary` and `inner_norms`."""
         return {}
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:

@@ -61,9 +61,9 @@ class ModelReader:
     """Describes the parts of a transformers model class, its token pooling, and the output that attnrx uses.
 
     `layout` contains the paths of the parts inside the body, i.e. the module with the embeddings and the layers.
-    `answer` is a field of the model's output, or a name in ANSWERS. `windowed` names two configuration fields: the
-    number of windows per side of an image, and the indices of the blocks that attend within windows. `embeddings` is
-    the name of the body's submodule that computes the tokens.
+    `answer` names the field of the model's output that attnrx uses, or is a name in ANSWERS. `windowed` names two
+    configuration fields: the number of windows per side of an image, and the indices of the blocks that attend within
+    windows. `embeddings` is the name of the body's submodule that computes the tokens.
     """
 
     layout: ViTParts = LAYOUT
@@ -82,7 +82,7 @@ class ModelReader:
         return (side * side, joined) if side > 1 else (1, ())
 
     def answer_of(self, output: Any) -> Tensor:
-        """Returns the answer in an output, [batch, classes or features]."""
+        """Returns the part of a model's output that attnrx uses, [batch, classes or features]."""
         return ANSWERS[self.answer](output) if self.answer in ANSWERS else output[self.answer]
 
     def body_path(self, source: nn.Module) -> str:
@@ -93,7 +93,7 @@ class ModelReader:
         return source.get_submodule(self.body_path(source))
 
     def inputs(self, source: nn.Module) -> ModuleInputs:
-        """Returns the inputs of a model whose class this reader describes."""
+        """Returns a description of the inputs of a model. The model must have this reader's class."""
         return inputs_of_config(self.body_of(source).config)
 
     def parts(self, source: nn.Module) -> ViTParts:
@@ -251,7 +251,8 @@ class HuggingFaceModel(Adopted):
     def interpolation(self) -> dict[str, bool]:
         """The argument that makes transformers resize position embeddings, or {} if it is not needed.
 
-        The argument is passed if the image size differs from the configuration and the model resizes only on request.
+        The argument is passed if the image size differs from the size in the configuration, and the model resizes its
+        position embeddings only on request.
         """
         is_other = self.inputs.shape != self.origin.input_shape and not self.takes_any_size
         return {INTERPOLATE: True} if is_other and interpolates(self.trunk) else {}
@@ -353,7 +354,7 @@ def _are_collected() -> bool:
 
 
 class HuggingFaceFamily(AdoptedFamily):
-    """The family for `hf:ID` or `hf:FOLDER`, and any instance of the classes in `READERS`."""
+    """The family for models named `hf:ID` or `hf:FOLDER`, and for instances of the classes in `READERS`."""
 
     name = "huggingface"
     library = "transformers"
@@ -437,7 +438,7 @@ class HuggingFaceFamily(AdoptedFamily):
         """Returns how the image processor that was saved with the model resizes and crops images.
 
         The result is None if there is no processor, or if the processor returns images of varying sizes (e.g. for
-        YOLOS). The images are resized with Pillow, as by processors with backend "pil". Processors with backend
+        YOLOS). attnrx resizes images with Pillow, like processors with the backend "pil". Processors with the backend
         "torchvision" round a few pixels differently.
         """
         shape, settings = self._adopted(model).origin.input_shape, self._adopted(model).origin.preprocessing
@@ -596,7 +597,7 @@ class HuggingFaceFamily(AdoptedFamily):
         }
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns the module that computes an attention's position bias (Data2Vec). BEiT passes this bias as a mask."""
+        """Returns the module that computes the position bias in Data2Vec, or None. BEiT passes this bias as a mask."""
         return dict(module.named_modules()).get("attention.relative_position_bias")
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -653,7 +654,7 @@ _without_mask.by_image = True  # type: ignore[attr-defined]
 
 
 def _class_of(config: Any) -> Any:
-    """Returns the model class that a configuration names, or AutoModelForImageClassification if it has no reader."""
+    """Returns the class that a configuration names, or AutoModelForImageClassification if the class has no reader."""
     saved = next(iter(config.architectures or ()), "")
     name = VISION_PARTS.get(saved, saved)
     return _transformers(name if name in READERS else "AutoModelForImageClassification")

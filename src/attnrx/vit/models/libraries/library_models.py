@@ -44,7 +44,7 @@ class LibraryModels(ABC):
         """Returns the `Origin` of a model that is part of a user's module."""
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Creates any of the library's models, without trained weights, from arguments of `origin` or `creation`.
+        """Creates a model of the library, without trained weights, from arguments that `origin` or `creation` returned.
 
         attnrx may not support the class of the created model.
 
@@ -58,7 +58,7 @@ class LibraryModels(ABC):
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         """Returns the `architecture` and `arguments` with which `create` can create this library model again.
 
-        Returns None if the model does not state its arguments.
+        Returns None if the model does not store the arguments that created it.
 
         Raises:
             NotSupported: The arguments cannot be saved.
@@ -70,7 +70,7 @@ class LibraryModels(ABC):
         return None
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        """Creates a model by its library name, with random weights from seed 0. On the meta device, it has no weights.
+        """Creates the library's model of this name, with random weights from seed 0 (no weights on the meta device).
 
         If `pretrained` is true, the library downloads the weights. Only families with `takes_weights` support this.
 
@@ -116,12 +116,13 @@ class LibraryModels(ABC):
     def instance(
         self, name: str, *, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
     ) -> nn.Module:
-        """Returns the library's model of this name with weights.
+        """Returns the library's model of this name, with pretrained weights, random weights, or weights from a file.
 
         Args:
             name: The model's name in the library.
             weights: A weight file with the library's weight names (`read_weight_file`). The weights may be fine-tuned
-                for another number of classes or image size. By default, the library downloads pretrained weights.
+                for another number of classes or another image size. By default, the library downloads pretrained
+                weights.
             pretrained: If False, the model gets random weights from seed 0.
             **arguments: The library's arguments for this model, e.g. timm's `num_classes=10`.
 
@@ -144,9 +145,9 @@ class LibraryModels(ABC):
         return model
 
     def _changes_in(self, state: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the number of classes and the image size of fine-tuned weights as arguments.
+        """Returns, as the library's arguments, the number of classes and the image size of fine-tuned weights.
 
-        An argument is returned only if it differs from the model's value.
+        An argument is returned only if its value differs from the value in the library's own model of this name.
 
         Raises:
             CheckpointError: The number of position embeddings does not fit a square grid of patches.

@@ -1,4 +1,4 @@
-"""Reads timm's Vision Transformers with one list of blocks. The structure is read from modules, not class names."""
+"""Reads timm's Vision Transformers with one list of blocks, based on their modules, not on their class names."""
 
 import copy
 import importlib
@@ -133,7 +133,7 @@ class TimmAttention(Adapter):
 
 
 class TimmFamily(AdoptedFamily):
-    """The family for `timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any timm model with one list of blocks."""
+    """The family for timm models with one list of blocks, given as a module or by name (`timm:NAME`)."""
 
     name = library = "timm"
     model_type = TimmModel
@@ -157,7 +157,7 @@ class TimmFamily(AdoptedFamily):
         return open_timm(name, pretrained, **arguments)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns how timm's evaluation transform (`timm.data.create_transform`) resizes and crops."""
+        """Returns how timm's evaluation transform (`timm.data.create_transform`) resizes and crops images."""
         adopted = self._adopted(model)
         facts = {**(getattr(adopted.trunk, "pretrained_cfg", None) or {}), **adopted.origin.preprocessing}
         facts |= {"input_size": adopted.input_shape, "mean": adopted.origin.mean, "std": adopted.origin.std}
@@ -268,7 +268,8 @@ class TimmFamily(AdoptedFamily):
     def origin_inside(self, model: nn.Module) -> Origin:
         """Returns the origin of a model inside a user's module.
 
-        If the user called the model's constructor directly, or its arguments cannot be saved, the origin has none.
+        If the user called the model's constructor directly, or its arguments cannot be saved, the origin has no
+        arguments.
         """
         _timm("models")  # raises an error if timm is too old
         try:
@@ -288,7 +289,7 @@ class TimmFamily(AdoptedFamily):
         return () if info is None else tuple(info.index_to_description(index) for index in range(info.num_classes()))
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Calls timm's entrypoint with arguments that describe only the model.
+        """Creates a timm model from its name and from arguments that describe only the model itself.
 
         Other arguments, such as paths of weights, are refused. A config.json may come from an untrusted source, so
         loading it must not read other files or connect to a hub.
@@ -350,7 +351,7 @@ class TimmFamily(AdoptedFamily):
     def write_projections_(
         self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
     ) -> None:
-        """Writes query, key, value and output weights and biases into an attention module, in timm's layout."""
+        """Writes the query, key, value and output projections into an attention module, in timm's layout."""
         attention: Any = module
         groups = getattr(attention, "num_kv_groups", 1)
         sides: list[Any]

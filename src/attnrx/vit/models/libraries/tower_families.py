@@ -24,7 +24,7 @@ class TorchvisionModel(Adopted):
 
 
 class TorchvisionFamily(AdoptedFamily):
-    """The family for `torchvision:NAME`, e.g. `torchvision:vit_b_16`, and any torchvision VisionTransformer."""
+    """The family for torchvision's VisionTransformer, given as a module or by name (e.g. `torchvision:vit_b_16`)."""
 
     name = library = "torchvision"
     model_type = TorchvisionModel
@@ -51,7 +51,7 @@ class TorchvisionFamily(AdoptedFamily):
         return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns how the pretrained weights' transform resizes and crops images. Other weights use the usual sizes."""
+        """Returns how the pretrained weights' transform, or torchvision's usual transform, resizes and crops images."""
         channels, size, _ = self._adopted(model).origin.input_shape
         # In torchvision's presets, 256 pixels are cropped to 224.
         settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(
@@ -121,7 +121,7 @@ def _embedding(tower: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 class OpenClipFamily(AdoptedFamily):
-    """The family for open_clip image towers, and for `open_clip:NAME` with random weights."""
+    """The family for open_clip image towers, given as a module or by name (`open_clip:NAME`, random weights)."""
 
     name = "open_clip"
     library = "open_clip"
@@ -150,7 +150,7 @@ class OpenClipFamily(AdoptedFamily):
         return _open_clip("").list_models()
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        """Creates only the image tower. `arguments` override fields of its configuration."""
+        """Creates only the image tower of this model. `arguments` override fields of the tower's configuration."""
         config = _open_clip("").get_model_config(name)
         fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
         # `_build_vision_tower` is private, but the public constructors would also create the text tower.
@@ -175,7 +175,7 @@ class OpenClipFamily(AdoptedFamily):
         yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Returns an origin with constructor arguments from the model. Mean and std are CLIP's if none are stored."""
+        """Returns an origin with the model's constructor arguments and its stored mean and std (by default CLIP's)."""
         tower: Any = model
         block = tower.transformer.resblocks[0]
         # A missing LayerScale is an identity. Its initial value is not stored, but the weights replace it anyway.
@@ -199,7 +199,7 @@ class OpenClipFamily(AdoptedFamily):
         return Origin("VisionTransformer", arguments, image_shape((3, *tower.image_size)), mean, std, settings)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns how open_clip's transform for inference resizes and crops."""
+        """Returns how open_clip's transform for inference resizes and crops images."""
         settings = self._adopted(model).origin.preprocessing
         channels, *size = self._adopted(model).origin.input_shape
         proportional = "shortest_edge" if size[0] == size[1] else "cover"
@@ -221,7 +221,7 @@ class OpenClipFamily(AdoptedFamily):
         return towers.VisionTransformer(**{**arguments, "image_size": tuple(arguments["image_size"])})
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        """Returns the MACs of attention pooling and of the projection, which is a parameter and not a module."""
+        """Returns the MACs of the attention pooling and of the projection (a parameter, not a module)."""
         projection: Any = adopted.trunk.proj
         return super().head_macs(adopted, tokens) + (0 if projection is None else projection.numel())
 

@@ -1,4 +1,4 @@
-"""The MLP of a block, with whole, factored or halved linear maps, and its C++ kernel."""
+"""The MLP of a block, whose linear maps may be factored or split into halves, and the call of its C++ kernel."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two linear maps with hidden units between them that can be pruned one by one.
+    """Two linear maps, between which every hidden unit can be pruned separately.
 
     `first` and `second` are the paths of the linear maps. `between` lists the paths of the depthwise convolutions,
     batch norms and gates between them. `block` is the path of the smallest module that runs both linear maps.
@@ -90,7 +90,7 @@ class FusedMLP(nn.Module):
 
 
 def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
-    """Returns a tuple with a linear map, or with the two factors of a factored map. Returns () for other modules."""
+    """Returns a tuple of a linear map, or of the two factors of a factored map, or () for any other module."""
     # Subclasses are excluded, because they may compute something else.
     if type(part) is NativeLinear:
         return (part,)
@@ -108,8 +108,8 @@ HALVES = ("first", "second")
 class Halves(nn.Module):
     """A linear map split into the linear maps `first` and `second`, which each compute one half of the outputs.
 
-    A gated MLP (SwiGLU) with one joint linear map uses the two halves as values and gate. The input is
-    [*batch, inputs], and the output [*batch, outputs].
+    If one linear map of a gated MLP (SwiGLU) computes both the values and the gate, they are its two halves. The input
+    is [*batch, inputs], and the output [*batch, outputs].
     """
 
     def __init__(self, whole: nn.Linear):
@@ -164,7 +164,7 @@ def resize_linears_(model: nn.Module, linears: Mapping[str, Sequence[int]]) -> N
 
 
 def halve_(model: nn.Module, path: str) -> nn.Module:
-    """Replaces a linear map by its two halves, in place, and returns the replaced map."""
+    """Replaces a linear map by its two halves, in place, and returns the original map."""
     whole: Any = model.get_submodule(path)
     model.set_submodule(path, Halves(whole).train(whole.training))
     return whole
@@ -191,7 +191,7 @@ def keep_units_of_(part: Any, keep: Bool[Tensor, "units"]) -> None:
 
 
 def sides_of(part: Any) -> tuple[int, int]:
-    """Returns a map's numbers of inputs and outputs."""
+    """Returns the number of inputs and the number of outputs of a linear map or convolution."""
     if isinstance(part, CONVOLUTIONS):
         return part.in_channels, part.out_channels
     return part.in_features, part.out_features

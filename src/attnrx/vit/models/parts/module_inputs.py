@@ -28,7 +28,8 @@ class InputField:
 
     `path` is the position or name of the argument, followed by keys inside the argument. `shape` is the tensor's shape
     without the batch axis. `dtype` is its type, or "" for floating-point numbers of the model's type. For integers,
-    `low` and `high` are the smallest and largest value in the example. attnrx draws random inputs from this range.
+    `low` and `high` are the smallest and the largest value in the example batch. attnrx draws random inputs from this
+    range.
     """
 
     path: tuple[int | str, ...]
@@ -80,7 +81,7 @@ class ModuleInputs:
         return 1, 1, sum(field.size for field in self.fields)
 
     def item(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Converts an item's shape in attnrx to its shape in the module. Returns () if no conversion is needed."""
+        """Returns the item's shape in the module, or () if it also has three axes there or is flattened by `packed`."""
         own = (*self.fields[0].shape[:-2], *shape[-2:])
         return own if self.is_plain and len(own) != 3 else ()
 
@@ -93,7 +94,7 @@ class ModuleInputs:
         """Packs the arguments of a batch into one tensor.
 
         Raises:
-            InvalidInput: The shapes or types differ from the example's.
+            InvalidInput: The shapes or types differ from the shapes or types in the example.
         """
         tensors = {path: tensor.detach().cpu() for path, tensor in _tensors(given)}
         rows: list[Tensor] = []
@@ -213,9 +214,9 @@ class OrderedImages(ModuleInputs):
 class PatchInputs(ModuleInputs):
     """The inputs of models that take images already cut into patches, such as SigLIP 2.
 
-    SigLIP 2's image processor cuts images of any aspect ratio, and pads them to a fixed number of patches. attnrx
-    stores such an image in one channel [patches, features + 3]. The last three columns hold the padding mask, and the
-    image's height and width in patches.
+    SigLIP 2's image processor cuts images of any aspect ratio into patches, and pads the list of patches to a fixed
+    length. attnrx stores the padded list as one channel [patches, features + 3]. Its last three columns hold the
+    padding mask, the image's height in patches, and its width in patches.
     """
 
     ABOUT: ClassVar = ("pixel_attention_mask", "spatial_shapes")
@@ -268,7 +269,7 @@ def _pair(size: int | Iterable[int]) -> tuple[int, int]:
 
 
 def inputs_of_config(config: Any) -> ModuleInputs:
-    """Returns the inputs that a transformers configuration describes.
+    """Returns a description of the inputs of a model with this transformers configuration.
 
     Most models take images. AST takes spectrograms [batch, time, mel bins], video models take [batch, frames, channels,
     height, width], and SigLIP 2 takes patches.
@@ -285,10 +286,10 @@ def inputs_of_config(config: Any) -> ModuleInputs:
 
 
 def inputs_of(module: nn.Module) -> ModuleInputs | None:
-    """Returns the inputs of a module that does not take images, or None for a module that takes images.
+    """Returns the `ModuleInputs` of a module that does not take images, or None for a module that takes images.
 
-    If the user described the inputs, this description is returned. Otherwise, the description of video inputs is read
-    from a transformers configuration.
+    A description that is stored on the module has priority. Otherwise, video inputs are described from the module's
+    transformers configuration.
     """
     if (own := vars(module).get(ATTRIBUTE)) is not None:
         return own

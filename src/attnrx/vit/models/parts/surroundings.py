@@ -30,9 +30,10 @@ DOUBTS = {
 
 
 class Cut(NamedTuple):
-    """The paths of two layers around the Vision Transformer between which pruning left only `units` hidden units.
+    """A pair of layers around the Vision Transformer, between which pruning left only `units` hidden units.
 
-    `between` lists the paths of modules between the two layers that have weights per hidden unit, as in `Pair`.
+    `first` and `second` are the paths of the two layers. `between` lists the paths of the modules between them that
+    have weights per hidden unit, as in `Pair`.
     """
 
     first: str
@@ -66,7 +67,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Describes the parts around the Vision Transformer in a user's module with JSON values.
+    """Describes, in JSON values, the parts around the Vision Transformer in a user's module.
 
     Four attributes describe how the module is recreated. `name` is the user's class, as "module:class". `factory` is
     the function that creates the module, as "module:function", or None if the class or its library creates it. If a
@@ -81,8 +82,9 @@ class Surroundings:
     pairs of layers around the Vision Transformer (`Cut`).
 
     The last attributes describe one input of the module. `calls` is the number of images that the Vision Transformer
-    receives for this input. `lengths` lists the lengths of the token sequences for every block, or is () if the tokens
-    of an image are one sequence. `head_calls` is how often the classifier runs, or None if it runs once per image.
+    receives for this input. `lengths` lists, for every block, the lengths of its token sequences, or is () if the
+    tokens of an image are one sequence. `head_calls` is how often the classifier runs, or None if it runs once per
+    image.
     `image_size` is the (height, width) of the module's input if the module resizes or pads its images, or () if it does
     not. `inputs` contains the fields of `ModuleInputs` if the module does not take images.
     """

@@ -1,8 +1,8 @@
 """Prunes or merges tokens in stages, which run before some layers of a model. A reducer selects each stage's tokens.
 
-Some outputs need a token for every patch, so pruned and merged patches can be restored. A restored patch is the current
-token of its representative, plus the difference between the patch and this token at the stage. A copy of the merged
-token would lose this difference.
+Some outputs need a token for every patch, so pruned and merged patches can be restored. A restored patch is the sum of
+two terms: the current value of the token that represents it, and the difference between the patch and this token at the
+stage. A copy of the token alone would lose this difference.
 
 Later layers change these differences, so the differences are scaled. For a stage before layer l, the scale at the
 output of layer n is l / n. Of the scales that we measured, this one has the smallest error (docs/results/dense.md).
@@ -84,8 +84,8 @@ class RestorableStage:
     ) -> Float[Tensor, "batch before width"]:
         """Returns the patches that existed before the stage, restored from the output of the first `num_layers` layers.
 
-        `patches` are the remaining patches in this output. A restored patch is its source token, plus a fraction of the
-        difference between the patch and this token at the stage.
+        `patches` are the remaining patches in this output. A restored patch is its source token in this output, plus a
+        fraction of the difference between the patch and its source token at the stage.
         """
         # Computes patches[source] + share * (before - remaining[source]). One gather is enough for both terms.
         remaining = patches if self.positions is None else gathered_rows(patches, self.positions)
@@ -109,7 +109,8 @@ class CallState(threading.local):
     def setting(self, **values: Any) -> Iterator[None]:
         """Sets attributes inside the context, and restores their earlier values at its end, even after an exception.
 
-        A user's hook may run the model inside another forward pass, which then needs the earlier values again.
+        A user's hook may run the model while a forward pass of the same model is running. This outer pass then needs
+        the earlier values again.
         """
         before = {name: getattr(self, name) for name in values}
         try:
@@ -126,11 +127,12 @@ class TokenRun:
 
     `sizes` is None until tokens are pruned or merged. `patches` is the number of patches per image, set at the first
     stage. `patch_indices` holds each patch token's index in the image, or -1 for tokens that a stage added. `trail`
-    lists these indices after every stage.
+    lists the indices of the remaining patches after every stage.
 
-    `stages` is None unless patches are tracked or features of all patches are requested. Blocks in `restored_blocks`
-    return features of all patches. `present` holds the remaining tokens after such a block, and `pooled` the remaining
-    tokens after the last block and its norm. `image_keys` are integers that the reducer computes for each image.
+    `stages` holds one `RestorableStage` per stage. It is None unless patches are tracked or features of all patches are
+    requested. Blocks in `restored_blocks` return features of all patches. `present` holds the remaining tokens after
+    such a block, and `pooled` the remaining tokens after the last block and its norm. `image_keys` contains one integer
+    per image, which the reducer computes.
 
     In training, `sampled` holds the differentiable mask of each stage, with 1 for a kept patch and 0 for a pruned
     patch. A stage that keeps every patch has no mask.
@@ -175,7 +177,7 @@ class TokenRun:
 
 
 class _ReductionCall(CallState):
-    """The state of a forward pass, with its `TokenRun` and the list in which `recording_tokens` collects runs.
+    """The state of a forward pass: its `TokenRun`, and the list in which `recording_tokens` collects runs.
 
     If `is_inside` is true, a `forward_pass` context ends the run. If not, the model's last hook ends the run.
     `predictors` are the called model's own predictors. `DataParallel` replicas need them, because a replica's hooks
@@ -253,7 +255,7 @@ class TokenReduction(nn.Module):
         call.run, call.is_inside, call.restored_blocks, call.predictors = before
 
     def _forget_interrupted(self) -> None:
-        """Removes passes that Ctrl-C interrupted before their last hook. Running passes have a frame on the stack."""
+        """Removes passes that Ctrl-C interrupted before their last hook (they have no frame on the call stack)."""
         call, frame, present = self.call, sys._getframe(), set[int]()
         while call.outer and frame is not None:
             present.add(id(frame))
@@ -278,7 +280,7 @@ class TokenReduction(nn.Module):
             self.call.runs.append(run)
 
     def _end_outside(self) -> None:
-        """Ends a run after its last hook if no `forward_pass` context ends it, e.g. in a method of the inner model."""
+        """Ends a run after its last hook, unless a `forward_pass` context will end the run later."""
         if not self.call.is_inside:
             self._end()
 
@@ -549,9 +551,9 @@ def require_all_tokens(model: nn.Module, verb: str) -> None:
 def _at_all_heads(
     values: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None, attends: bool = True
 ) -> Tensor | None:
-    """Expands `values` per head to all `count` original heads. Heads outside of `heads` get a default value.
+    """Expands the values of the heads in `heads` to all `count` original heads.
 
-    The default is uniform attention over the keys, or zero if `attends` is false.
+    The other heads get uniform attention over the keys, or zero if `attends` is false.
     """
     if values is None:
         return None

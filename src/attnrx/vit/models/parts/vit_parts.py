@@ -25,7 +25,7 @@ class Refusal:
 
     @property
     def is_of_class(self) -> bool:
-        """Whether attnrx does not support the architecture. If false, the user can change the refused part."""
+        """Whether attnrx refuses the architecture itself. Otherwise, the user can change the refused part."""
         return self.remedy == NOT_PLAIN or self.reason.startswith(("the class ", "the block ", "the patch embedding "))
 
 
@@ -67,18 +67,18 @@ class ViTParts:
     Paths in `heads` and `classifiers` that a model lacks are skipped.
 
     Four attributes are paths in a block: `attention`, `norm_before` (the norm before the attention, or None), `mlp`
-    (the modules of the MLP) and `maps` (the two linear maps of the MLP, or () for an MLP of another kind).
+    (the modules of the MLP) and `maps` (the two linear maps of the MLP, or () for an MLP of an unsupported kind).
 
     An MLP without a gate is compressed only if its two linear maps have only an activation between them. `mlp_classes`
-    names the classes of `mlp[0]` with this structure. If it is None, any class is allowed, and a forward pass of random
-    images tests the MLP. `gated` maps each class of gated MLPs to the paths of its three linear maps: values, gate and
-    output. `PATH.first` and `PATH.second` denote the halves of one linear map's outputs.
+    names the classes of `mlp[0]` with this structure. If `mlp_classes` is None, any class is allowed, and a forward
+    pass of random images tests the MLP. `gated` maps each class of gated MLPs to the paths of its three linear maps:
+    values, gate and output. `PATH.first` and `PATH.second` denote the halves of one linear map's outputs.
 
-    `projections` are paths in the attention. They name two linear maps (fused query, key and value, then output) or
-    four separate ones. For `nn.MultiheadAttention`, they are not needed. `num_heads` is the number of heads, or the
-    name of the attention's attribute that stores it. `scale` is the factor of the attention scores: a number, the name
-    of an attribute, or None for head_dim ** -0.5. If the attention returns a pair, set `returns_weights`. attnrx's
-    attention then returns (output, None).
+    `projections` are the attribute paths of the linear maps inside the attention module: either two maps (first query,
+    key and value fused, then output), or four separate maps. `nn.MultiheadAttention` needs no paths. `num_heads` is the
+    number of heads, or the name of the attention's attribute that stores it. `scale` is the factor by which the
+    attention scores are multiplied: a number, the name of an attribute, or None for head_dim ** -0.5. If the attention
+    returns a pair, set `returns_weights`. attnrx's attention then returns (output, None).
 
     `prefix_tokens` is the number of tokens before the patches (class, distillation and register tokens). If there is a
     class token, it must come first. `pooling` is "class", "mean", "attention", or a name for an unsupported kind of
@@ -180,9 +180,10 @@ def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
 
 @contextmanager
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
-    """Converts errors inside the context, where attnrx reads a model, to NotSupported. The original error is the cause.
+    """Converts every error that occurs while attnrx reads a model (inside the context) to NotSupported.
 
-    An error while reading a model means that the model lacks a part that its class should have.
+    Such an error means that the model lacks a part that its class should have. The original error is stored as the
+    cause.
 
     Raises:
         NotSupported: Reading the model raised an error.

@@ -1,9 +1,9 @@
 """Finds out what kind of outputs a user's module returns: logits, probabilities, an embedding or numbers.
 
 If the module's configuration states a task, the kind follows from the task. Otherwise, the kind follows from the last
-operation of a forward pass, ignoring views, sums and factors after it (`operation_behind`). A sigmoid returns label
-probabilities, and a linear map outside the blocks returns logits. Outputs with norm 1 are embeddings. Modules that
-return class probabilities are refused.
+operation of a forward pass, ignoring views, additions and multiplications after it (`operation_behind`). A sigmoid
+returns label probabilities, and a linear map outside the blocks returns logits. Outputs with norm 1 are embeddings.
+Modules that return class probabilities are refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ LINEAR = frozenset("addmm mm linear bmm baddbmm mkldnn_linear".split())
 
 
 class Made(NamedTuple):
-    """The operation that computed a tensor, with the size of the tensor's last axis and the previous operation."""
+    """The operation that computed a tensor, the size of the tensor's last axis, and the operation before this one."""
 
     operation: str
     width: int
@@ -56,7 +56,10 @@ class _Producers(TorchDispatchMode):
 
 
 def operation_behind(model: nn.Module, run: Callable[[], Any]) -> Made | None:
-    """Returns the operation that computed the first output of `run`, ignoring selections, copies, sums and factors."""
+    """Returns the operation that computed the first output of `run`.
+
+    Selections, copies, additions and multiplications after this operation are ignored.
+    """
     with evaluating((model,)), _Producers() as producers:
         outputs = tensors_of(run())
     made = producers.made.get(next(iter(outputs.values())))

@@ -54,20 +54,21 @@ class Reader:
     """Tells attnrx where the parts of your Vision Transformer are, by their paths.
 
     `input_shape` is the channels, height and width of an image. `blocks` is the path of the list of blocks. Three paths
-    start at a block: `attention`, `norm_before` (the norm before the attention, or None) and `mlp`. `maps` are the two
-    linear maps in the MLP. Pass `maps=None` for an MLP of another kind, which attnrx then does not compress.
+    start at a block: `attention`, `norm_before` (the norm before the attention, or None) and `mlp`. `maps` are the
+    paths of the two linear maps in the MLP. Pass `maps=None` for an MLP of any other kind, which attnrx then does not
+    compress.
 
-    `projections` are paths in the attention. They name two linear maps (fused query, key and value, then output) or
-    four separate ones. For `nn.MultiheadAttention`, they are not needed. `heads` is the number of heads, or the name of
-    the attention's attribute that stores it. `scale` is the factor of the attention scores, by default
-    head_dim ** -0.5. If the attention returns a pair, set `returns_weights`. attnrx's attention then returns
-    (output, None).
+    `projections` are the attribute paths of the linear maps inside the attention module: either two maps (first query,
+    key and value fused, then output), or four separate maps. `nn.MultiheadAttention` needs no paths. `heads` is the
+    number of heads, or the name of the attention's attribute that stores it. `scale` is the factor by which the
+    attention scores are multiplied, by default head_dim ** -0.5. If the attention returns a pair, set
+    `returns_weights`. attnrx's attention then returns (output, None).
 
     `patches` is the convolution that computes the patch tokens. `norm` is the norm after the last block, and `head` the
     module after it (None if there is none). `prefix_tokens` is the number of tokens before the patches. A class token
-    must come first. `pooling` is the input of the head: "class", "mean" (of the patches, after the norm), or another
-    name. With another name, tokens are not pruned. `mean` and `std` are the image normalization, one value per channel.
-    `arguments` are JSON values with which attnrx calls your class (or factory) to recreate the model.
+    must come first. `pooling` is the input of the head: "class", "mean" (of the patches, after the norm), or any other
+    name. With any other name, tokens cannot be pruned. `mean` and `std` are the image normalization, one value per
+    channel. `arguments` are JSON values with which attnrx calls your class (or factory) to recreate the model.
     """
 
     input_shape: tuple[int, int, int]
@@ -194,7 +195,7 @@ class ModuleFamily(AdoptedFamily):
         return ModuleFamily(vars(adopted.trunk)["attnrx_factory"])._created(adopted.origin)
 
     def prove(self, adopted: Adopted) -> None:
-        """Raises NotSupported if the blocks' number of tokens is not `prefix_tokens` plus the number of patches."""
+        """Raises NotSupported unless the blocks get `prefix_tokens` tokens and one more token per patch."""
         # Equal logits do not prove the `prefix_tokens` that a user states.
         images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
         first_block = self.blocks(adopted.trunk)[:1]
@@ -249,7 +250,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def imported_class(name: str) -> type[nn.Module] | None:
-    """Returns the imported nn.Module class with the name "module:class", or None if none has been imported."""
+    """Returns the nn.Module class with the name "module:class", or None if no such class has been imported."""
     # Only imported modules are searched, because a name from a file must not run the code of a module.
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
@@ -384,10 +385,10 @@ class StructureFamily(AdoptedFamily):
         return {**super().describe(model), "structure": to_dict(self._adopted(model).facts["structure"])}
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
-        """Changes nothing, because the model's code takes images of any size."""
+        """Changes nothing, because the model's own code must take the new image size (see `_resized`)."""
 
     def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
-        """Changes nothing, because the model's code takes images of any size."""
+        """Returns the model unchanged, because its own code must take the new image size (see `_resized`)."""
         return model
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
@@ -440,7 +441,7 @@ def _heads_of(part: nn.Module) -> int | None:
 
 
 def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
-    """Returns the largest group (by weights) of similar blocks with attention, or None if there are no such blocks.
+    """Returns the group of similar blocks with attention that has the most weights, or None if there is no group.
 
     The result contains the paths of the blocks, the path of the attention in a block, and the attention's projections.
     """
@@ -462,7 +463,7 @@ def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] 
 
 
 def _block_around(model: nn.Module, attention: str) -> str | None:
-    """Returns the path of the smallest list item that contains this attention and other linear maps, or None."""
+    """Returns the path of the innermost list item that contains this attention and other linear maps, or None."""
     pieces = attention.split(".")
     for end in range(len(pieces) - 1, 0, -1):
         path = ".".join(pieces[:end])
@@ -479,8 +480,9 @@ def _restructured(
 ) -> tuple[nn.Module, dict[str, str], tuple[str, ...], str]:
     """Rewrites the blocks of a group, in place, so that they take [batch, tokens, width].
 
-    `group` contains the paths of the blocks and the path of the attention in a block. Returns the module, the former
-    paths of parts that moved, the new paths of the blocks, and the new path of the attention in a block.
+    `group` contains the paths of the blocks, and the path of the attention in a block. The result contains the module,
+    a mapping from the new path of every part that moved to its former path, and both entries of `group` with their new
+    paths.
     """
     before = {id(part): path for path, part in module.named_modules()}
     holder = nn.Sequential(module)
@@ -491,9 +493,9 @@ def _restructured(
 
 
 def rewritten_(holder: nn.Sequential, blocks: tuple[str, ...], attention: str) -> tuple[tuple[str, ...], str]:
-    """Rewrites every block of `holder`'s module, in place, as one module that takes [batch, tokens, width].
+    """Rewrites the blocks of the module in `holder`, in place, so that each is one module for [batch, tokens, width].
 
-    Returns the new paths of the blocks in the module, and of the attention in a block.
+    Returns the new paths of the blocks in the module, and the new path of the attention in a block.
     """
     model: nn.Module = holder[0]
     first = model.get_submodule(blocks[0])
@@ -543,7 +545,7 @@ def _observed(
 ) -> tuple[str, Structure] | None:
     """Runs the module on random images, and returns the path and structure of the Vision Transformer in it.
 
-    Returns None if the calls do not reveal a structure.
+    Returns None if the calls do not show the structure of a Vision Transformer.
     """
     inputs = inputs_of(model)
     try:
@@ -598,8 +600,8 @@ def _observed(
 def _layout_of(given: Sequence[Any], sequences: Sequence[Any]) -> tuple[str, int, int | None] | None:
     """Returns the pooling, the number of tokens before the patches, and the feature axis of a grid (or None).
 
-    `given` are the inputs of the blocks for three images, and `sequences` are the inputs of the blocks' attention. The
-    result is None if the layout is unknown, e.g. because the blocks attend to sequences of different lengths.
+    `given` are the inputs of the blocks for three images, and `sequences` are the inputs of their attention modules.
+    The result is None if the layout is unknown, e.g. because the blocks attend to sequences of different lengths.
     """
     for some in (given, sequences):
         if any(not isinstance(each, Tensor) or each.shape != some[0].shape for each in some):
@@ -632,7 +634,7 @@ def _makes(call: ModuleCall, count: int) -> bool:
 
 
 def _mlp_of(block: nn.Module, attention: str) -> tuple[tuple[str, ...], str]:
-    """Returns the paths of the linear maps outside a block's attention, and the path of the MLP that contains them.
+    """Returns the paths of a block's linear maps outside its attention, and the path of the MLP that contains them.
 
     The path of the MLP is "" unless the MLP has exactly two linear maps and no other weights.
     """

@@ -6,9 +6,9 @@ called. A test on random images then shows whether the hidden units are independ
 
 A pair consists of the two linear layers of an MLP. Two convolutions are also a pair if the second has a 1 x 1 kernel.
 No hidden unit between the two layers may depend on another unit. In a gated MLP (SwiGLU), a unit is the product of two
-outputs. They come from two linear layers, or from the two halves of a single linear layer. The layer that is called
-first is then the first layer of the pair, and the other layer is the gate. `Pair.between` lists the gate and all other
-modules with weights per unit.
+numbers. They come from two linear layers, or from the two halves of a single linear layer. Of these two layers (or
+halves), the one that is called first is the first layer of the pair, and the other one is the gate. `Pair.between`
+lists the gate and all other modules with weights per unit.
 """
 
 import copy
@@ -182,7 +182,7 @@ class UnitsFamily(AdoptedFamily):
             self._measure_(found, found.origin.input_shape)
 
     def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
-        """Runs a forward pass to count the positions that each MLP processes and the MACs of everything else."""
+        """Counts, in one forward pass, the positions that each MLP processes and the MACs of all other modules."""
         found, maps = self._own(adopted), self.mlp(adopted)
         macs = macs_by_part(found.trunk, random_images(found.trunk, shape, 1))
         vars(found)["pairs"] = tuple(
@@ -248,7 +248,7 @@ class UnitsFamily(AdoptedFamily):
         return 1  # every MLP has its own number of positions
 
     def trunk_costs(self, adopted: Adopted, shapes: LayerShapes) -> ModelCosts:
-        """Returns the costs of every MLP. The costs of all other modules are added to the patch embedding."""
+        """Returns the costs of every MLP. All other modules count as part of the patch embedding."""
         found, maps = self._own(adopted), self.mlp(adopted)
         before = hidden_units(maps)
         layers, inside = [], 0
@@ -316,7 +316,7 @@ def _is_map(part: nn.Module) -> bool:
 
 
 def _is_second(part: nn.Module) -> bool:
-    """Returns whether a layer is linear or a 1 x 1 convolution. Its weight then has one column per input unit."""
+    """Returns whether a layer is linear or a 1 x 1 convolution, so that its weight has one column per input unit."""
     if not isinstance(part, CONVOLUTIONS):
         return True
     return isinstance(part, nn.Conv2d) and part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
@@ -328,7 +328,7 @@ def units_last(part: nn.Module, features: Float[Tensor, "batch *sizes"]) -> Floa
 
 
 def _is_per_unit(part: nn.Module, units: int) -> bool:
-    """Returns whether a module is a depthwise convolution or a batch norm (not SyncBatchNorm) of `units` channels."""
+    """Returns whether a module is a depthwise convolution or a batch norm (not SyncBatchNorm) with `units` channels."""
     if isinstance(part, _BatchNorm):
         return part.num_features == units and type(part).__name__ != "SyncBatchNorm"
     return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
@@ -344,7 +344,7 @@ def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Trace(NamedTuple):
-    """The module calls that one forward pass made.
+    """What one forward pass of a model shows about the calls of its modules.
 
     `order` lists the paths of leaf modules and batch norms in call order. `maps` holds the input shape, the output
     shape and the output of every linear layer or convolution that is called exactly once. `once` contains the paths of
@@ -378,8 +378,8 @@ def _traced(model: nn.Module, images: Tensor) -> _Trace:
 def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator[Pair]:
     """Yields pairs of layers that may have independent units between them.
 
-    The second layer has as many inputs as the first has outputs. All weights between the two layers must belong to one
-    unit each, as in a batch norm, a depthwise convolution or a gate. With `around`, the second layer may be a
+    The second layer has as many inputs as the first has outputs. Each weight between the two layers must belong to a
+    single unit, as in a batch norm, a depthwise convolution or a gate. If `around` is given, the second layer may be a
     convolution with any kernel, and both layers may be transposed convolutions.
     """
     named, gates, is_around = dict(model.named_modules()), set[str](), around is not None
@@ -425,8 +425,8 @@ def separate_pairs(
     output of each pair's first layer. Only the same entries of the second layer's input may change. The second test
     removes half of the units from the first layer and from the modules between the two layers. The second layer must
     receive the kept units unchanged. It then returns its original output, and the model's outputs must stay the same.
-    With `around`, the function returns only pairs outside the module at this path. Their units may be channels of any
-    convolution.
+    If the path `around` is given, the function returns only pairs outside the module at this path. Their units may be
+    channels of any convolution.
     """
     images = random_images(model, shape, 1)
     work, head = _separate(model, images, around)
@@ -490,8 +490,8 @@ def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pai
     """Returns the pairs that do not mix units between their layers.
 
     Each entry of the second layer's input must depend only on the same entry of the first layer's output. If a
-    convolution lies between the layers, the entry may depend on the same unit at all positions. `images` contains one
-    random image [1, channels, height, width].
+    convolution lies between the layers, an entry may also depend on the same unit at other positions. `images` contains
+    one random image [1, channels, height, width].
     """
     separate = [False] * len(pairs)
     masks: dict[int, Tensor] = {}
@@ -579,7 +579,7 @@ def _cut(
     recorded: Mapping[nn.Module, tuple[Tensor, Tensor]],
     expected: Mapping[str, Tensor],
 ) -> list[Pair] | None:
-    """Runs the model with only half of the pairs' hidden units, and returns the pairs that pass the test.
+    """Runs the model with only half of each pair's hidden units, and returns the pairs that pass the test.
 
     A pair passes if its second layer receives the kept units unchanged. The second layer of every pair returns its
     recorded output, so all other modules get the same inputs as before. Returns None if the model raises an error or

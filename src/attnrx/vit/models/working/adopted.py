@@ -82,7 +82,7 @@ class LastLayer:
     """A hook that runs the last block only for the tokens before the patches, which still attend to all tokens.
 
     The logits do not change, because a head that reads the class token needs no other outputs. The hook is active only
-    in a `forward_pass` that requests it. The MACs in `attnrx.vit.costs` still count all tokens, as papers do.
+    in a `forward_pass` that requests it. The MACs in `attnrx.vit.costs` still count all tokens, as is usual in papers.
     """
 
     # A hook is used because the block's code belongs to the library and differs by class. If the block gets fewer
@@ -136,7 +136,7 @@ class Adopted(nn.Module):
     """
 
     pairs: tuple[Pair, ...] = ()
-    """The paths in `trunk` of every MLP's maps, or () if a block has an MLP of another kind."""
+    """The paths in `trunk` of every MLP's maps, or () if any block has an MLP of an unsupported kind."""
     plain: "PlainShape | None" = None
     """The model from which this working copy was made, without weights."""
     own: "OwnModel | None" = None
@@ -201,7 +201,7 @@ class Adopted(nn.Module):
         return chunked_forward(self, self._forward_chunk, images, self._max_elements(images))
 
     def entering(self, images: ImageBatch) -> ImageBatch:
-        """Returns the images in the format that the model takes.
+        """Checks the images, and returns them in the format that the model takes.
 
         Raises:
             InvalidInput: The model does not take images of this size.
@@ -213,7 +213,8 @@ class Adopted(nn.Module):
     def answering(self) -> Callable[[nn.Module, Tensor], Any]:
         """Returns a function `compute(module, images)` that calls `source`, or a copy of it, with images.
 
-        The function returns one row of outputs per image. For a user's module, it returns the module's own output.
+        For a library's model, the function returns one row of outputs per image. For a user's module, it returns the
+        module's own output.
         """
         return called_with_images if self.around is None else partial(answered, self.around.call)
 
@@ -221,7 +222,7 @@ class Adopted(nn.Module):
     def takes_any_size(self) -> bool:
         """Whether the library resizes the position embeddings to the image size in every forward pass.
 
-        Costs, plans and files of such a model still assume the image size in `origin.input_shape`.
+        The costs, plans and exported files of such a model still assume the image size in `origin.input_shape`.
         """
         return False
 
@@ -250,7 +251,7 @@ class Adopted(nn.Module):
         return 4 * width * (images.shape[2] // down) * (images.shape[3] // right)
 
     def answer(self, images: Tensor) -> Any:
-        """Returns what `source` itself answers for images [batch, channels, height, width]."""
+        """Returns the output of `source` for images [batch, channels, height, width], in a single chunk."""
         return self.answering()(self.source, images)
 
     def _forward_chunk(self, images: Tensor) -> Any:
@@ -289,7 +290,7 @@ class Adopted(nn.Module):
             yield
 
     def all_tokens(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
-        """Returns the library's final features of the tokens before the patches and of all patches."""
+        """Returns the final features, as the library computes them, of the prefix tokens and of all patch tokens."""
         self._require_images(images)
         return chunked_forward(self, self._last_tokens, images, self._max_elements(images))
 
@@ -329,7 +330,7 @@ class Adapter(nn.Module):
         return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
     def positions(self, rotation: tuple[Tensor, Tensor] | None, *biases: Tensor | None) -> Positions | None:
-        """Combines rotary cosines and sines [images, patches, heads, pairs] with the sum of all biases."""
+        """Returns the rotary cosines and sines [images, patches, heads, pairs] and the sum of all biases, if any."""
         layer_bias = None if self.pair_bias is None else self.pair_bias()
         present = [bias for bias in (layer_bias, *biases) if bias is not None]
         if rotation is None and not present:
@@ -388,7 +389,7 @@ class PlainAttention(Adapter):
 
 
 class PairBias(nn.Module):
-    """A bias of token pairs, computed by a library's module."""
+    """A bias for every pair of tokens, which a library's module computes."""
 
     def __init__(self, source: nn.Module, compute: Callable[[], Tensor]):
         """Stores `compute`, a bound method or partial function of the module. Copies bind it to their own module."""
@@ -421,7 +422,7 @@ def attention_from_projections(
 
     Args:
         weights: The weights of the four projections, each [rows, width] except the output's, which is [width, rows].
-        biases: The biases of the four projections, [rows] or [width]. None for a projection without a bias.
+        biases: The biases of the four projections, [rows] or [width], or None for a projection without a bias.
         heads: The number of attention heads.
         scale: The factor by which the scores are multiplied.
         rotary: The order of the rows in rotary embeddings, INTERLEAVED or HALVES. None means no rotary embeddings.
@@ -564,7 +565,7 @@ def with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Modu
 
 
 def aliased(model: nn.Module) -> nn.Module:
-    """Returns a copy of a module with parameters that share the original's memory, so they must not be changed."""
+    """Returns a copy of a module whose parameters share the original's memory, so do not change them in place."""
     return with_weights(model, lambda weight: weight.detach())
 
 

@@ -32,7 +32,7 @@ COMPUTING = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 
 
 def require_plain_code(model: nn.Module) -> None:
-    """Raises NotSupported if copying or saving a model would lose some of its code, or share it with the model.
+    """Raises NotSupported if a copied or saved model would lack some of the model's code, or share it with the model.
 
     The function rejects PEFT adapters, weights that are computed from other tensors, compiled submodules, and a
     `forward` that was replaced by a function. Submodules that were compiled in place (`nn.Module.compile`) are allowed.
@@ -98,7 +98,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shap
 
 
 def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """Yields users' hooks and replaced `forward` methods as (module path, dictionary that contains it, key)."""
+    """Yields (module path, dictionary, key) for every hook and replaced `forward` that a user added to the model."""
     for path, part in model.named_modules():
         if "forward" in vars(part):
             yield path, vars(part), "forward"
@@ -116,7 +116,7 @@ def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
 def difference_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
     """Returns a description of the first tensor that differs by more than rounding error, or "" if none differs.
 
-    Each column of the outputs has a separate limit (`support.modules.rounding_limits`).
+    Each column of the outputs has its own limit for rounding errors (`support.modules.rounding_limits`).
     """
     if expected.keys() != actual.keys():
         return f"they return {list(expected)} and {list(actual)}"
@@ -167,12 +167,12 @@ Run = tuple[nn.Module, Callable[[], object]]
 
 
 def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]], because: str) -> tuple[str, str]:
-    """Returns why the outputs of two models differ, and a sentence about the first block that differs.
+    """Returns why the outputs of two models differ, and a sentence about the first block with different outputs.
 
     Args:
         runs: The two models, each with a function that runs the model. Both functions use the same images.
-        layers: For each of the two models, the modules to compare. They are, for every layer, first the attention
-            module and then the block. () if they are unknown.
+        layers: For each of the two models, a list of the modules to compare, or () if they are unknown. For every
+            layer, the list contains first the attention module and then the block.
         because: The explanation to return if the outputs of the attention differ, or if no block can be compared.
     """
     outputs: list[list[Tensor]] = []
@@ -329,7 +329,10 @@ LAYERS = {
 
 
 def describe_part(module: nn.Module) -> dict[str, Any] | None:
-    """Returns the class and arguments of a layer in LAYERS, or of an nn.Sequential of such layers, otherwise None."""
+    """Describes a layer in LAYERS, or an nn.Sequential of such layers, by its class and arguments.
+
+    Returns None for all other modules.
+    """
     if type(module) is nn.Sequential:
         parts = {name: describe_part(part) for name, part in module.named_children()}
         return None if None in parts.values() else {"layer": "Sequential", "parts": parts}
@@ -379,7 +382,7 @@ def replaced_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, 
 
 
 def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator[str]:
-    """Yields the paths of submodules that differ, but not the paths of submodules inside them."""
+    """Yields the paths of the submodules that differ between two models, without the submodules inside them."""
     if type(model) is not type(rebuilt) or _own(model) != _own(rebuilt):
         yield path
         return
@@ -388,7 +391,7 @@ def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator
 
 
 def _own(module: nn.Module) -> dict[str, str]:
-    """Returns a module's class and settings (under ""), its saved tensors' shapes, and the names of its children."""
+    """Returns a module's class and settings (under ""), the shapes of its saved tensors, and its children's names."""
     tensors: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     saved = {name: each for name, each in tensors.items() if name not in module._non_persistent_buffers_set}
     is_leaf = not module._modules  # a leaf may have its own text

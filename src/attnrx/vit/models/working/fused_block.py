@@ -69,8 +69,8 @@ def fused_block(
 
     In float32 on a CPU, a C++ kernel computes the block. On other devices, PyTorch functions are called directly,
     because on a GPU, calling the modules takes longer than the computation. Weights are not copied. For the kernel,
-    only the addresses of the weights are cached. The cache is kept outside the modules, and every call checks the
-    addresses.
+    only the memory addresses of the weights are cached. The cache is kept outside the modules, and every call checks
+    whether the addresses are still valid.
 
     Args:
         tokens: The input of the block.
@@ -150,7 +150,7 @@ _KNOWN: WeakKeyDictionary[Attention, _Known] = WeakKeyDictionary()
 
 
 def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -> _Known | None:
-    """Returns the kernel's block for these modules, or None if the modules must be called one by one."""
+    """Prepares the kernel's block for these modules, or returns None if the modules must be called one by one."""
     norms, spec, known = modules.norms, attention.spec, _known_parts(modules, attention)
     # `joint` means that all scores are products of the projected rows.
     if known is None or not plan.joint or type(plan.backend) not in (Native, NativeCapture):
@@ -175,8 +175,8 @@ def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -
 def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...] | None:
     """Returns the submodules of a block that the kernel reads, or None if a submodule has an unsupported class.
 
-    The result contains the four attention projections, the linear layers of the MLP's first matrix and of its second
-    matrix (a factored matrix has two layers), whether a GELU lies between the two matrices, and all submodules.
+    The result contains the four attention projections, the linear layers of the MLP's first map, the linear layers of
+    its second map (a factored map has two layers), whether a GELU lies between the two maps, and all submodules.
     """
     # Parts are read from the modules' dictionaries, which is faster than reading attributes. Only exact classes are
     # accepted, so all weights exist.
@@ -311,7 +311,7 @@ BLOCKS: Mapping[str, BlockParts] = {
 
 
 class FusedBlock(nn.Module):
-    """A mixin with the fused forward pass. `fuse_` combines this mixin with the block's library class."""
+    """A mixin class with the fused forward pass, which `fuse_` combines with the library's class of a block."""
 
     names: BlockParts
 
@@ -353,7 +353,7 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _empty_block(kind: type[nn.Module]) -> nn.Module:
-    """Returns a block without contents. Pickle then fills in its state."""
+    """Returns a block without attributes, in which pickle then restores the saved attributes."""
     fused = _fused_class(kind)
     return fused.__new__(fused)
 

@@ -1,4 +1,4 @@
-"""Adds token pruning or merging to models, with hooks on blocks and attention backends that capture statistics."""
+"""Adds token pruning or merging to models, by hooks on blocks and by attention backends that capture statistics."""
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -94,7 +94,7 @@ def attach_tokens_(
 
 
 def _attach_pooling_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
-    """Attaches hooks that pool only the remaining tokens, so that the result represents all patches."""
+    """Attaches hooks to the model's token pooling, so that pruned tokens do not influence the pooled result."""
     pooler = family.pooler(model)
     if pooler is not None:
         family.pooled_norm(model).register_forward_hook(NormHook(reduction.normalized), with_kwargs=True)
@@ -111,7 +111,7 @@ NO_CHECKPOINTS = (
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    """Returns whether a forward pass in the present state would use gradient checkpointing."""
+    """Returns whether a forward pass of the model would use gradient checkpointing at present."""
     # timm and open_clip use checkpoints in both modes, transformers only in training. The flag is read from the
     # instance's dictionary, where the libraries set it, because looking up a missing attribute is slow.
     return torch.is_grad_enabled() and any(
@@ -249,7 +249,7 @@ def described_tokens(model: nn.Module) -> dict[str, Any] | None:
 
 
 def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None) -> AbstractContextManager[None]:
-    """Returns a context manager for one forward pass, which deletes the token statistics of the pass at its end.
+    """Returns a context manager for one forward pass, whose token statistics are deleted at the end.
 
     Raises:
         NotSupported: TorchScript's ONNX exporter traces the pass.
@@ -273,7 +273,7 @@ def require_no_old_tracer() -> None:
 
 @contextmanager
 def recording_tokens(model: nn.Module, tracked: bool = False) -> Iterator[list[TokenRun]]:
-    """Collects the model's token statistics inside the context, one `TokenRun` per forward pass of this thread.
+    """Yields a list that collects the model's token statistics, one `TokenRun` per forward pass of this thread.
 
     The list stays empty if the model has no token policy, or if its policy keeps every patch. Batches are not split
     into chunks inside the context. If such contexts are nested, only the innermost one collects statistics. If
