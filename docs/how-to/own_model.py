@@ -65,8 +65,9 @@ mine = MyViT(depth=3).eval()
 # ## The reader
 #
 # A `Reader` contains the paths of your model's parts. `blocks`, `patches`, `norm` and `head` are paths in the model.
-# `attention`, `norm_before` and `mlp` are paths in a block. `projections` and `heads` are paths in the attention module,
-# and `maps` are paths in the MLP. When you load a saved model, attnrx creates an instance of your class with `arguments`.
+# `attention`, `norm_before` and `mlp` are paths in a block. `projections` and `heads` are paths in the attention
+# module, and `maps` are paths in the MLP. When you load a saved model, attnrx creates an instance of your class with
+# `arguments`.
 
 # %%
 reader = rx.Reader(
