@@ -501,7 +501,7 @@ def _constant_of(node: Any) -> "np.ndarray | None":
 def comparisons(model: Any) -> list[str]:
     """Returns the names of matrix products of two activations.
 
-    While attention is still one operation, all of these are products by which token reducers compare tokens.
+    If attention is one operation, every such product is one that a token reducer uses to compare tokens.
     """
     constants, found = set[str](), list[str]()
     for node in model.get_ordered_ops():

@@ -450,10 +450,10 @@ def _free_lengths(model: nn.Module) -> Iterator[None]:
     """Lets `len(images)` in a user's module return the dynamic batch size.
 
     Python's own `len` returns a plain number, which fixes the batch size in torch.export. No PyTorch mode can change
-    this. The model is attnrx's own copy, so every module in it temporarily gets copies of the user's methods as
-    attributes, which hide the methods of the class. These copies have the same code and the same global names, but
-    another `len`. The user's classes and modules are not changed. Calls through `super()` still reach the methods of
-    the class, which must use `images.shape[0]`.
+    this. So each module of the model, which is attnrx's own copy, temporarily gets copies of its class's methods as
+    attributes, which hide the methods of the class. The copies have the same code and the same globals, except for a
+    different `len`. The user's classes and modules are not changed. Calls through `super()` still reach the original
+    methods, so the user has to write `images.shape[0]` in those.
     """
     methods = {kind: _methods_with_free_lengths(kind) for kind in {type(part) for part in model.modules()}}
     hiding = [

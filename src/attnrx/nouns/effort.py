@@ -231,7 +231,7 @@ class PlanSettings:
         return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
 
     def while_planning(self, macs: float) -> "PlanSettings":
-        """Returns the settings for timing plans of a model with `macs` MACs per image.
+        """Returns the settings to use when timing the plans of a model that needs `macs` MACs per image.
 
         The result differs from `self` only if plans are adjusted on a CPU.
         """

@@ -207,9 +207,10 @@ class Shrunk:
     def _write_exported(
         self, path: Path, form: Format, to: str | None, original: nn.Module | None, batch: int, threads: int | None
     ) -> None:
-        """Writes model.onnx, or a file of another format with its evidence, to a folder without such a file.
+        """Writes model.onnx, or a model file in another format together with its evidence.
 
-        If `original` is not None, model.onnx is also timed against the original's ONNX file.
+        The folder must not contain such a model file yet. If `original` is not None, model.onnx is also timed against
+        the original's ONNX file.
         """
         is_of_format, images = to is not None and form == parse_format(to), self.images
         # `save_with` has checked that the evidence, and therefore the file, belongs to this model.
@@ -302,7 +303,7 @@ RESULT = re.compile(r"model(-\w+)?")  # the stems of exported files in a result 
 
 
 def result_files(folder: Path, onnx: Onnx | None, to: str | None) -> dict[Path, Format]:
-    """Returns the exported files of a result as a mapping from path to format: model.onnx, and the file for `to`."""
+    """Returns the formats of a result's exported files, by path. The files are model.onnx and the file for `to`."""
     formats = [onnx, None if to is None else parse_format(to)]  # if `to` is ONNX too, it replaces `onnx`
     return {result_path(folder, form): form for form in formats if form is not None}
 

@@ -60,7 +60,7 @@ class SharedKeys(HeadLinear):
 
 
 def _padded(features: Tensor, own: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
-    """Pads each head's features with zeros to its size in `rows`. All heads must have the same size."""
+    """Pads each head's features with zeros up to the head's size in `rows`. All heads must have the same size there."""
     if rows == own:
         return features
     return F.pad(features.unflatten(-1, (len(own), own[0])), (0, rows[0] - own[0])).flatten(-2)

@@ -107,7 +107,7 @@ def least_share(model: nn.Module, template: Template) -> float:
 
 
 def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: float) -> ModelCosts:
-    """Returns the model's costs after pruning to a share. If the rules keep everything, the costs do not change."""
+    """Returns the costs of the model if it is pruned to the share, or its own costs if the rules keep everything."""
     rules = parse_rules(template.at(share)).maps
     try:
         prescription = prescribe_maps(diagnosis, {**rules, TOKENS: token_policy(template, share, model)})
@@ -335,7 +335,7 @@ def baseline(function: Made) -> Made:
 
 
 class MadeByFunction(SearchedBaseline):
-    """A baseline that calls a user's function for every share of the MACs."""
+    """A baseline that calls a user's function once for every target share of the model's MACs."""
 
     def __init__(self, name: str, function: Made, bench: MethodBench):
         super().__init__(bench.model, bench.calibration, bench.seed)

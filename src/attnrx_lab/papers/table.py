@@ -1,4 +1,4 @@
-"""Reproduced tables of papers: mean, standard deviation and t interval over seeds, beside the paper's number."""
+"""Tables reproduced from papers: mean, standard deviation and t interval over seeds, next to the paper's number."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -52,7 +52,7 @@ class DivergenceRank(TotalRank):
 def measure_divergence(
     model: nn.Module, diagnosis: Diagnosis, images: ImageData, metric: str = "mix", batch_size: int = 8
 ) -> Diagnosis:
-    """Adds the reading divergence_METRIC [heads, directions + 1] to a diagnosis, in one more pass over the images.
+    """Adds a reading named `divergence_METRIC` to a diagnosis. This takes one more pass over the images.
 
     Column r is the mean over queries of KL(attention || attention with only the first r directions), in nats. `metric`
     determines the order of the directions. The last column is zero up to rounding. The rule `DivergenceRank` minimizes

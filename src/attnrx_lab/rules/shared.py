@@ -106,7 +106,7 @@ def _combination(rows: Float[Tensor, "heads directions features"], factor: Tenso
 
 @dataclass(frozen=True)
 class SharedRank(Rule):
-    """Rewrites a layer's scores in `rank` directions that all heads share (IrrAtt, Eqs. 3 and 4).
+    """Expresses a layer's scores by `rank` directions that all heads share (IrrAtt, Eqs. 3 and 4).
 
     `rank` is an integer, or a share of the number of directions in the layer. `form` selects how the query-key tensor
     is decomposed. "cp" uses alternating least squares. "epc" adds an error-preserving correction, which limits the size

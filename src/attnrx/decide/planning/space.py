@@ -309,8 +309,8 @@ class Space(Displayed):
     def even_schedules(self) -> tuple[Choices, ...]:
         """Returns plans that only prune tokens, the same number before every layer but the first.
 
-        The plans that prune the most patches come first. If the number of stages is limited, a plan has fewer stages,
-        which are spread over the layers.
+        The plans that prune the most patches come first. If the number of stages is limited, each plan has at most that
+        many stages, spread over the layers.
         """
         if TOKENS not in self.axes or self.depth < 2:
             return ()

@@ -308,7 +308,10 @@ class RotaryDirections:
 
     @cached_property
     def strength(self) -> Float[Tensor, "heads directions"]:
-        """The strengths, largest first. Their squares are the decreases of the lower convex hull of the errors."""
+        """The strengths, largest first.
+
+        Their squares are the drops from one point to the next along the lower convex hull of the errors.
+        """
         # Rules allocate ranks by squared strengths. This allocation is exact only if the error is convex in the rank.
         strength = torch.zeros(self.used.shape, dtype=torch.float64)
         for row, head in zip(strength, self.heads, strict=True):

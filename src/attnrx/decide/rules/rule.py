@@ -101,8 +101,9 @@ class Rule(ABC):
 def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
     """Returns one layer's spectrum. Raises NotSupported if all strengths are 1, as in dense attention.
 
-    If all strengths are 1, they cannot rank directions. Other equal strengths are accepted, because either a model has
-    learned them, or the layer is dead. In a dead layer, all strengths are zero or, in a metric, at the noise floor.
+    If all strengths are 1, they cannot rank directions. If all strengths are equal but not 1, they are accepted,
+    because either a model has learned them, or the layer is dead. In a dead layer, all strengths are zero or, if they
+    come from a metric, at the noise floor.
     """
     spectrum = diagnosis.layers[layer].spectrum
     strength = spectrum.strength[spectrum.used]

@@ -148,8 +148,8 @@ def sample_tokens(
 def patches_left_by(reduction: TokenReduction, run: TokenRun, images: int) -> Bool[Tensor, "images stages patches"]:
     """Returns the patches that are left after each stage, as `run` recorded them in a pass of `images` images.
 
-    A patch counts as left if other patches were merged into it. It does not count if it was itself merged into another
-    patch, or fused into a new token.
+    A patch counts as remaining if other patches were merged into it. It does not count if it was itself merged into
+    another patch, or fused into a new token.
     """
     patches = reduction.shape.layout.patches
     # `run.trail` has one tensor of patch indices per stage, [images, patches after the stage].

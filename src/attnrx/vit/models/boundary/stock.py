@@ -461,7 +461,7 @@ WRITERS: Mapping[str, Callable[[Any, Stock, Path], None]] = {
 
 
 def _is_of_library(working: nn.Module) -> bool:
-    """Returns whether a working copy is of a model that its library can create again."""
+    """Returns whether a working copy was made from a model that the model's library can create again."""
     return isinstance(working, Adopted) and working.around is None and family_of(working) in LIBRARIES.values()
 
 

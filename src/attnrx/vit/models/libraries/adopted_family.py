@@ -426,7 +426,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         )
 
     def described_facts(self, created: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the facts in a description that the method `opened` needs for the created module."""
+        """Returns the entries of a description that the method `opened` needs after the module was created."""
         return {}
 
     def recreated(self, description: Mapping[str, Any], state: Mapping[str, Tensor], outputs: str | None) -> Adopted:

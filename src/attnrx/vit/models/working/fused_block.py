@@ -110,7 +110,7 @@ def fused_block(
 
 
 class _Known:
-    """A cached block for the kernel, which is valid while its modules and their settings are the same objects.
+    """A cached block for the kernel. It stays valid as long as its modules and their settings are the same objects.
 
     Checking the cache takes 20 us, while inspecting the modules in every call would take 100 us. For comparison, a
     ViT-Tiny block takes 1,400 us. The cache holds no reference to the attention module, so the module can be freed.
