@@ -40,7 +40,7 @@ def model() -> Any:
 def measured(title: str, speed: float, divergence: float, to: str = "onnx", is_own: bool = True) -> MeasuredFile:
     one, other = Estimate(speed, speed, speed), Estimate(divergence, divergence, divergence)
     timing = replace(latency(), faster=one)
-    return MeasuredFile(title, parse_format(to), is_own, one, speed, other, "nats", None, 1, timing)
+    return MeasuredFile(title, parse_format(to), is_own, one, speed, other, "nats", 500, None, 1, timing)
 
 
 def run_of(*files: MeasuredFile) -> FileRun:

@@ -81,11 +81,11 @@ def shrink(arguments: Namespace, log: Log) -> Outcome:
     failed = shrunk.evidence.failures
     missed = [is_target(finding, shrunk.target.quantity) for finding in failed]
     notes = (failure(finding, target) for finding, target in zip(failed, missed, strict=True))
-    warnings = (f"warning: {each}" for each in shrunk.evidence.warnings)
+    lines += notes  # the summary contains the warnings
     if shrunk.is_portable:
         record["loading_code"] = rx.models.loading_code(shrunk.model, folder)
-        warnings = (*warnings, f"without attnrx:\n\n{record['loading_code']}")
-    return Outcome(record, (*lines, *notes, *warnings), code=1 if any(missed) else 0)
+        lines.append(f"without attnrx:\n\n{record['loading_code']}")
+    return Outcome(record, tuple(lines), code=1 if any(missed) else 0)
 
 
 def is_target(finding: "rx.Finding", quantity: str) -> bool:

@@ -318,7 +318,10 @@ def compare_with_original(
             protocol = LatencyProtocol(conditions, most, warmup=min(max(most // 6, 1), 5), enough=PRECISE)
             images = torch.randn(batch, *exported.images.shape, generator=noise)
             comparisons.append(compare_latency(exported, other, images, protocol))
-    exported.facts["speeds"] = [asdict(each) | {"image_shape": list(each.image_shape)} for each in comparisons]
+    baseline = {"baseline": f"the original as {exported.form.name}"}
+    exported.facts["speeds"] = [
+        asdict(each) | baseline | {"image_shape": list(each.image_shape)} for each in comparisons
+    ]
     write_json(facts_path(exported.path), exported.facts)
     return tuple(comparisons)
 

@@ -66,6 +66,7 @@ class MeasuredFile:
         gain: The file's speed relative to attnrx's file of the unchanged model in the same run.
         divergence: The mean divergence of the file's outputs from the original's.
         unit: The unit of the divergence, e.g. "nats".
+        images: The number of images on which the outputs were compared.
         agreement: The share of decisions (e.g. predicted classes) that equal the original's, in %. None for outputs
             without decisions.
         bytes: The size of the file in bytes.
@@ -80,6 +81,7 @@ class MeasuredFile:
     gain: float
     divergence: Estimate
     unit: str
+    images: int
     agreement: Estimate | None
     bytes: int
     timing: LatencyComparison
@@ -97,6 +99,7 @@ class MeasuredFile:
             "format": to_dict(self.form),
             "divergence": to_dict(self.divergence, typed=False) | {"unit": self.unit},
             "agreement": None if self.agreement is None else to_dict(self.agreement, typed=False),
+            "images": self.images,
             "bytes": self.bytes,
             "batch": self.timing.batch,
             "threads": self.timing.threads,
@@ -135,11 +138,17 @@ class FileRun:
 
         If `least` is not None, the finding about the speed checks that it is at least this value.
         """
-        check, runtime = Latency(file.timing.batch), file.form.runtime_at(file.timing.conditions.precision)
+        precision, unchanged = file.timing.conditions.precision, self.unchanged
         is_result = RESULT in self.files and file is self.result
-        change = str(file.form) if not is_result and file is not self.unchanged else None
         return described_speed(
-            check, file.timing, self.baseline, runtime, least, gained_by="attnrx's file", change=change
+            Latency(file.timing.batch),
+            file.timing,
+            self.baseline,
+            file.form.runtime_at(precision),
+            least,
+            gained_by="attnrx's file",
+            change=None if is_result or file is unchanged else str(file.form),
+            unchanged_in=unchanged.form.runtime_at(precision),
         )
 
     def added_to(self, evidence: Evidence, target: Target, instead: MeasuredFile | None) -> Evidence:
@@ -264,7 +273,7 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
         assert gain is not None
         divergence = mean_estimate(answers.divergence("reference", "candidate").double(), 0)
         speed = Estimate(1.0, 1.0, 1.0) if name == first else speeds[name].faster
-        about = speed, gain.value, divergence, unit, agreement, file.bytes, speeds[name], file
+        about = speed, gain.value, divergence, unit, len(tested), agreement, file.bytes, speeds[name], file
         measured[name] = MeasuredFile(name, file.form, not drafts[name].by_vendor, *about)
         log(_line(measured[name], first, answers.kind.columns[1]))
     return FileRun(measured, first)

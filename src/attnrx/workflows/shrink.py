@@ -195,7 +195,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         effort: How much to measure: quick (minutes), normal or thorough. Normal and thorough also distill the model
             from the original at the end. Normal does so only if the model has at most 5e9 MACs per image.
         to: The format of the file that the target applies to (see export), e.g. int8 or 'openvino(precision=bf16)'. For
-            `faster`, blocks are timed in the runtime of the format. `Shrunk.save` writes the file.
+            `faster`, blocks are timed in the runtime of the format. `Shrunk.save` writes the file. If the unchanged
+            model's 8-bit file meets this target, and is faster and no farther from the original, it is the result.
         portable: Returns a model of the library's own class, with smaller layers. `Shrunk.save` then writes a
             checkpoint that the library loads without attnrx (see `save`). attnrx prunes all MLPs to one width. It also
             prunes heads if the class has an argument for their number. `faster` then applies to the library's own code.
@@ -541,7 +542,9 @@ class ShrinkRun:
         begin("realizing and repairing")
         chosen = plan.with_predictions
         # The fits use bfloat16 if plans were compared in it.
-        bfloat16, fitted, form = bool(plan.about["bfloat16"]), self.images.planned, format_of(self.settings)
+        bfloat16, images, form = bool(plan.about["bfloat16"]), self.images.planned, format_of(self.settings)
+        # The diagnosis has already shown its notes, so the fits need not repeat them.
+        fitted = replace(images, notes=(*images.notes, *self.diagnosis.about.get("notes", ())))
         bits = 8 if form is not None and form.calibrated else None
         slim, fits = realize_with_effort(self.planned_model, chosen, fitted, self.effort, bfloat16, log, bits)
         if self.settings.portable:

@@ -367,7 +367,7 @@ class Planner:
             self.log(f"with nothing removed attnrx is {1 / unchanged:.2f}x as fast as {title}")
         least = require_reachable(self.space, self.cost_table, limit)
         if is_speed and least > 0:  # noise may make the cheapest plan's cost negative
-            self.log(f"more than {1 / least:.1f}x is out of reach")
+            self.log(f"the fastest plan that is possible has {1 / least:.1f}x the speed")
 
     def _explained(self, choices: Choices) -> tuple[str, ...]:
         return explained(self.space, self.cost_table, self.sensitivities, choices)

@@ -129,12 +129,14 @@ def described_speed(
     promise: Mapping[str, Any] | None = None,
     gained_by: str | None = None,
     change: str | None = None,
+    unchanged_in: str | None = None,
 ) -> tuple[Finding, ...]:
     """Returns a measured speed and, if the unchanged model was timed, its two factors as findings of `check`.
 
     `runtime` names the candidate's runtime. `gained_by` names what makes the unchanged model faster in this runtime
     than the `baseline`, by default the runtime itself. `change` names what makes the candidate faster than the
-    unchanged model, by default the compression. `limit` and `promise` are the same as in `speed_findings`.
+    unchanged model, by default the compression. `unchanged_in` names the unchanged model's runtime, by default the
+    candidate's. `limit` and `promise` are the same as in `speed_findings`.
     """
     record = {"interval": times.interval, **asdict(times), "image_shape": list(times.image_shape), "baseline": baseline}
     if runtime not in (KERNELS, PYTORCH):
@@ -149,9 +151,10 @@ def described_speed(
     if promise is not None:
         quantity, claim = "promised speed", f"{claim}, at least as predicted by the plan"
         record = {**promise, **interval, "measured": record}
+    unchanged = f"the unchanged model in {unchanged_in or runtime}"
     factors = (
-        ("speed of unchanged", f"speed of the unchanged model in {runtime}, relative to {baseline}"),
-        ("speed by compression", f"speed relative to the unchanged model in {runtime}"),
+        ("speed of unchanged", f"speed of {unchanged}, relative to {baseline}"),
+        ("speed by compression", f"speed relative to {unchanged}"),
     )
     return found(quantity, claim, times.faster, record, limit), *(
         found(name, f"{words}, of a forward pass of {times.batch}", ratio, interval, None)

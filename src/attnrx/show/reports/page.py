@@ -40,6 +40,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 # The model card.
 COUNTED = 100_000  # integers of this size or more are parameters or MACs, and get thousands separators
 UNNAMED = "Vision Transformer"
+# What the conditions of the evidence are called in the model card, if their own names could be misunderstood.
+ABOUT = {"batch": "timed batch", "batch_size": "predictions in batches of", "threads": "threads for predictions"}
 MARKS = {HOLDS: "✓ {}", FAILS: "✗ **{}**", UNDECIDED: "? {}", REPORTED: "{}"}
 
 # The variable name for a model's outputs in the card's example code, if they are not logits.
@@ -319,7 +321,7 @@ def _evidence(evidence: Evidence) -> list[str]:
     columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
     # Only single values are listed, because nested records do not fit into a sentence.
     about = {name: value for name, value in evidence.about.items() if isinstance(value, str | int | float)}
-    measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in about.items())
+    measured = "; ".join(f"{ABOUT.get(name, name.replace('_', ' '))} {plain(value)}" for name, value in about.items())
     shown, elsewhere = by_severity(evidence)
     rows = [
         (

@@ -97,6 +97,11 @@ def summary_of(evidence: Evidence) -> str:
     return " ".join((*(f"{each}." for each in statements(evidence)), sentence))
 
 
+def compared_to(speed: float, baseline: str) -> str:
+    """Returns how a speed's text goes on, e.g. "than the original in timm" after "1.62x faster"."""
+    return f"{'than' if speed >= 1 else 'of'} {baseline}"
+
+
 def nothing_removed(evidence: Evidence) -> bool:
     """Whether the candidate is the unchanged model, as a module or as a file."""
     return evidence.about.get("nothing_removed") is True
@@ -120,7 +125,7 @@ def summary_parts(evidence: Evidence) -> list[SummaryPart]:
     parts = []
     for speed in speeds(evidence)[:1]:  # the sentence leaves out speeds at other batch sizes, to stay short
         where = f" on {speed.where}" if speed.where else ""
-        setting = f"{'than' if speed.value >= 1 else 'of'} {speed.baseline} at batch {speed.batch}{where}"
+        setting = f"{compared_to(speed.value, speed.baseline)} at batch {speed.batch}{where}"
         parts.append(SummaryPart(speed.text, setting, speed.interval, speed.factors))
     change = finding_of(evidence, "accuracy change")
     if change is not None and known(change.value) is not None:
@@ -315,7 +320,8 @@ def measured_files(evidence: Evidence) -> tuple[str, list[tuple[str, ...]]]:
             )
         )
         threads = f"{details['threads']} thread{'s' * (details['threads'] != 1)}"
-        title = f"Files in one run, batch {details['batch']}, {threads}, {details['hardware']}"
+        images = f", outputs of {details['images']:,} images" if "images" in details else ""  # added later
+        title = f"Files in one run, batch {details['batch']}, {threads}, {details['hardware']}{images}"
     return title, rows
 
 
@@ -377,12 +383,10 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
     A record has these entries:
 
     - `bytes` is the size of the file together with the files that belong to it, e.g. external weights.
-    - `faster` is the file's speed relative to the unchanged model's file in the same runtime and precision, or None if
-      it was not measured.
-    - `is_quantized` is true if the file computes in 8 bits.
+    - `faster` is the file's speed relative to the `baseline`, the name of another model or file, at the `batch` size.
+      All three are None if the speed was not measured.
     - `accuracy` is the file's accuracy in %, or None if it was not measured. The accuracy of model.onnx is never
       measured, because this file returns the same logits as the model.
-    - `unchanged` is true if nothing was removed.
     - `problem` says why the evidence of the file cannot be read. The record then has no numbers.
     """
     folder = Path(folder)
@@ -391,7 +395,7 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
         judged = Evidence.load(main).about.get("file")
     rows = [_record(folder, "model.safetensors", ("model.safetensors",), main, {})]
     if judged is not None:
-        rows[0] |= {"faster": None, "batch": None, "accuracy": None}
+        rows[0] |= {"faster": None, "baseline": None, "batch": None, "accuracy": None}
     for facts_path in sorted(folder.glob("model*.json")):
         path = facts_path.with_suffix("")
         if path.suffix and path.is_file():
@@ -399,7 +403,7 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
             names = tuple(facts.get("files") or (path.name,))
             evidence = main if path.name == judged else folder / f"{evidence_stem(path.stem)}.json"
             rows.append(_record(folder, path.name, names, evidence, facts))
-    return [{**row, "unchanged": rows[0]["unchanged"]} for row in rows if row["bytes"]]
+    return [row for row in rows if row["bytes"]]
 
 
 def evidence_stem(stem: str) -> str:
@@ -409,19 +413,16 @@ def evidence_stem(stem: str) -> str:
 
 def files_table(folder: Path | str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], str]:
     """Returns the columns, the rows and the title of a table of the model files in a folder, as texts."""
-    columns = ("file", "size", "speed against the unchanged model's file", "accuracy")
     rows = []
     for row in written_files(folder):
-        measured = "not measured" if row["faster"] is None else speed_text(row["faster"])
-        # An 8-bit file has another speed than the unchanged model's file, even if nothing was removed.
-        is_own = row["unchanged"] and (row["faster"] is None or not row["is_quantized"])
-        speed = "is the unchanged model's" if is_own else measured
+        value, baseline = row["faster"], row["baseline"]
+        speed = "not measured" if value is None else f"{speed_text(value)} {compared_to(value, baseline)}"
         unknown = "not measured" if row["file"] == "model.safetensors" else "as the model"
         accuracy = unknown if row["accuracy"] is None else f"{row['accuracy']:.1f} %"
         if row["problem"] is not None:
             speed, accuracy = "unknown: its evidence is damaged", "unknown"
         rows.append((row["file"], f"{row['bytes'] / 1e6:.1f} MB", speed, accuracy))
-    return columns, tuple(rows), "files"
+    return ("file", "size", "speed", "accuracy"), tuple(rows), "files"
 
 
 def _record(
@@ -435,22 +436,16 @@ def _record(
             evidence = Evidence.load(evidence_path)
         except CheckpointError as error:  # this file is listed without numbers, so that other files are still listed
             problem = str(error)
-    faster = batch = None
-    accuracy = finding_of(evidence, "accuracy", "candidate")
-    for speed in speeds(evidence)[:1]:
-        batch, faster = speed.batch, speed.by_compression
-        if faster is None and "unchanged" in speed.baseline:
-            faster = speed.value
+    accuracy, measured = finding_of(evidence, "accuracy", "candidate"), speeds(evidence)[:1]
     if not evidence.findings and facts.get("speeds"):
-        speed = MeasuredSpeed(facts["speeds"][-1])
-        faster, batch = speed.value, speed.batch
+        measured = [MeasuredSpeed(facts["speeds"][-1])]
+    speed = measured[0] if measured else None
     return {
         "file": name,
         "bytes": size,
-        "is_quantized": "int8" in str(facts.get("format", "")).lower(),
-        "faster": faster,
-        "batch": batch,
+        "faster": None if speed is None else speed.value,
+        "baseline": None if speed is None else speed.baseline,
+        "batch": None if speed is None else speed.batch,
         "accuracy": None if accuracy is None else accuracy.value,
-        "unchanged": nothing_removed(evidence),
         "problem": problem,
     }
