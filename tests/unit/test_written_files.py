@@ -73,7 +73,9 @@ def test_a_result_says_which_file_to_deploy(about: dict, name: str, words: str) 
 
 def test_a_file_without_a_measured_speed_says_so(tmp_path: Path) -> None:
     folder_with(tmp_path, {}, {})
-    report_content.evidence().save(tmp_path / "evidence.json")
+    findings = (each for each in report_content.evidence().findings if each.outcome != "fails")
+    unmeasured = [each for each in findings if each.details.get("quantity") != "speed"]
+    Evidence(tuple(unmeasured), {}).save(tmp_path / "evidence.json")
     assert written_files(tmp_path)[0]["faster"] is None and files_table(tmp_path)[1][0][2] == "not measured"
 
 
