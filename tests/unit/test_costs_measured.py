@@ -129,7 +129,7 @@ def test_runs_take_turns_and_warm_ups_do_not_count() -> None:
         interleave({}, rounds=3, warmup=1)
 
 
-@pytest.mark.parametrize(("enough", "rounds"), [(0.9, 12), (1e-12, 44), (None, 44)])
+@pytest.mark.parametrize(("enough", "rounds"), [(0.9, 16), (1e-12, 44), (None, 44)])
 def test_rounds_end_when_the_speeds_are_precise(enough: float | None, rounds: int) -> None:
     protocol = LatencyProtocol(rounds=44, warmup=1, enough=enough)
     assert compare_latency(Slow(0.002), Slow(0.001), torch.zeros(1, 1, 4, 4), protocol).rounds == rounds
