@@ -455,7 +455,7 @@ def test_a_quick_plan_for_a_file_is_timed_together_with_a_cheaper_plan(
     assert isinstance(trial, Trial)
     # The first plans were searched for, and one of them is fast enough, so there are no others.
     ((first, second),) = timed
-    assert second < first < 0.8 and len(made.trials) > 4
+    assert second < first <= 0.8 and len(made.trials) > 4
     assert 0.93 * 0.8 <= 1.04 * trial.step.cost <= 0.99 * 0.8
     # Without another process, a second file would take as long as another attempt.
     alone = replace(settings, in_subprocess=False)
