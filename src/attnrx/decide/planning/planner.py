@@ -394,8 +394,7 @@ class Planner:
         if unchanged <= allowed:
             where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
             return TargetMet.by_speed(1 / limit, 1 / unchanged, where, self.timer.baseline.title)
-        if self._times_pairs:
-            allowed = limit  # the second plan of a pair leaves the margin
+        allowed = limit if self._times_pairs else allowed  # the second plan of a pair leaves the margin
         for attempt in track(range(self.settings.attempts), "searching plans"):
             if attempt > 1 and self.settings.adjusts:
                 trials = [self._adjusted(allowed, timings[-1][0])]
