@@ -50,8 +50,8 @@ RETRY_FACTOR, QUICK_FACTOR = 0.993, 0.98
 # than twice as much.
 MISSED, TOLERATED = 1.05, 0.01
 # A quick plan for a file is timed together with a plan at CHEAPER times its cost, because two files can be written at
-# once. If the cost table errs by -4 to +7 %, one of the two is fast enough and close to the target. Plans for int8 files
-# of a ViT-Tiny were 2 to 8 % faster than predicted at batch size 1, and 5 % slower at 32 (Xeon, 2026-11-30).
+# once. If the cost table errs by -4 to +7 %, one of the two is fast enough and close to the target. Plans for int8
+# files of a ViT-Tiny were 2 to 8 % faster than predicted at batch size 1, and 5 % slower at 32 (Xeon, 2026-11-30).
 CHEAPER = 0.945
 # A timing is repeated if it differs from the prediction by more than this share.
 DOUBTFUL = 0.08
