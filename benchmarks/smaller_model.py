@@ -11,9 +11,8 @@ seed and over the seeds (Student's t). A finished seed is kept in --out, and an 
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import timm
@@ -24,12 +23,13 @@ import attnrx as rx
 from attnrx.change.predictions import predict
 from attnrx.data import Splits, load_data
 from attnrx.show.checks.statistics import paired_change
+from attnrx.support.estimate import Estimate
 from attnrx.support.storage import read_json, write_json
 from attnrx.support.tables import markdown_table
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Task
-from attnrx.vit.costs.measured import STUDENT
 from attnrx.vit.models import family_of
+from attnrx_lab.papers.table import t_interval
 
 WIDTH, HEADS, PATCH = 64, 4, 4
 LARGE, SMALL, PRUNED = "large", "small", "pruned"
@@ -84,16 +84,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         accuracy, change, macs = (row[name] for name in ("accuracy", "change", "macs"))
         shares = [f"{100 * macs[name] / macs[LARGE]:.1f} %" for name in (SMALL, PRUNED)]
-        changes = (change[name] for name in (SMALL, LARGE))
-        texts = [f"{each['value']:+.2f} [{each['low']:+.2f}, {each['high']:+.2f}]" for each in changes]
+        texts = [Estimate(**change[name]).text(2) for name in (SMALL, LARGE)]
         accuracies = [f"{accuracy[name]:.2f}" for name in (LARGE, SMALL, PRUNED)]
         lines.append((f"{row['seed']}", *accuracies, *texts, ", ".join(shares)))
     if len(rows) > 1:
         means = [f"{fmean(row['accuracy'][name] for row in rows):.2f}" for name in (LARGE, SMALL, PRUNED)]
-        for name in (SMALL, LARGE):
-            values = [row["change"][name]["value"] for row in rows]
-            half = STUDENT[len(values)] * stdev(values) / sqrt(len(values))
-            means.append(f"{fmean(values):+.2f} [{fmean(values) - half:+.2f}, {fmean(values) + half:+.2f}]")
+        means += [t_interval([row["change"][name]["value"] for row in rows]).text(2) for name in (SMALL, LARGE)]
         lines.append((f"mean of {len(rows)}", *means, ""))
     return markdown_table(head, lines)
 
