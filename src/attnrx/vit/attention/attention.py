@@ -111,9 +111,10 @@ class Attention(nn.Module):
         source = tokens if key_tokens is None else key_tokens
         # The plan depends on the number of keys, because `key_tokens` holds all tokens even if there are few queries.
         plan, scores = self.plan(source), self.scores
-        if positions is not None and self.kept_patches is not None:
+        kept = None if self.kept_patches is None else self.kept_patches()
+        if positions is not None:
             # The model's library computes positions for all patches of an image, including pruned patches.
-            positions = positions.of_patches(self.kept_patches())
+            positions = positions.of_patches(kept)
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.value_dims))
         shared = sides if key_tokens is None else sides[1:]
         joint = joint_product(source, shared, self._packed)
@@ -128,7 +129,7 @@ class Attention(nn.Module):
         key, value = parts[-2:] or [side.padded(source, rows) for side, rows in sides[1:]]
         # Each bucket's values have the shape [batch, heads, keys, width].
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
-        factors = self._score_factors(query, key, plan.rows, plan.buckets, positions)
+        factors = self._score_factors(query, key, plan.rows, plan.buckets, positions, kept)
         return self._projected(plan.backend(plan.buckets, factors, values), plan.value_dims)
 
     @property
@@ -222,6 +223,7 @@ class Attention(nn.Module):
         rows: tuple[int, ...],
         buckets: tuple[Bucket, ...],
         positions: Positions | None,
+        kept: Int[Tensor, "batch kept"] | None,
     ) -> tuple[ScoreFactors, ...]:
         """Applies norms and rotary positions to queries and keys, and returns the score factors of every bucket."""
         sides = [self._normed(side, name, rows) for side, name in ((query, "query_norm"), (key, "key_norm"))]
@@ -232,7 +234,7 @@ class Attention(nn.Module):
         # As in timm, norms come before rotations. A norm has a weight per direction, and a rotation mixes directions.
         query = self.scores.at_positions(sides[0], rows, of_queries)
         key = self.scores.at_positions(sides[1], rows, positions)
-        factors = self.scores(query, key, buckets)
+        factors = self.scores.at_places(self.scores(query, key, buckets), kept)
         bias = self._bias(positions, query.shape[1])
         if bias is None:
             return factors

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.support.modules import has_fixed_weights, is_recorded, kept
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.kernels.native_attention import JointFeatures, native_attention, native_joint_attention
 from attnrx.vit.spec import AttentionSpec
@@ -117,14 +117,19 @@ class Mixture(ABC):
 class GridScores:
     """Relative position scores for keys in a grid, stored as one score per grid row and one per grid column.
 
-    The position score of a key is the sum of the scores of its row and its column.
+    The position score of a key is the sum of the scores of its row and its column. `kept` contains the index of every
+    key in the grid, or is None if all tokens of the grid are keys.
     """
 
     rows: Float[Tensor, "batch heads queries rows"]
     columns: Float[Tensor, "batch heads queries columns"]
+    kept: Int[Tensor, "batch keys"] | None = None
 
     def added(self) -> Float[Tensor, "batch heads queries keys"]:
-        return (self.rows[..., None] + self.columns[..., None, :]).flatten(3)
+        whole = (self.rows[..., None] + self.columns[..., None, :]).flatten(3)
+        if self.kept is None:
+            return whole
+        return whole.gather(3, self.kept[:, None, None].expand(*whole.shape[:3], -1))
 
     def features(
         self, scale: float
@@ -138,7 +143,9 @@ class GridScores:
         places = places_in_grid(*sizes, numbers.dtype, numbers.device)
         # Fused kernels load features in steps of `Fused.STEP`, so the width is rounded up to a multiple.
         added = -sum(sizes) % Fused.STEP
-        return F.pad(numbers, (0, added)), F.pad(places, (0, added)).expand(*numbers.shape[:2], -1, -1)
+        places = F.pad(places, (0, added))
+        of_keys = places if self.kept is None else places[self.kept][:, None]
+        return F.pad(numbers, (0, added)), of_keys.expand(*numbers.shape[:2], -1, -1)
 
 
 @kept

@@ -22,6 +22,8 @@ from attnrx.vit.spec import COMPRESSIONS, FORMS, AttentionSpec, Compression, For
 
 Queries = Float[Tensor, "batch queries rows"]
 Keys = Float[Tensor, "batch keys rows"]
+Kept = Int[Tensor, "batch kept"] | None
+"""The index of every token in its image or window, or None if no token was pruned or merged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +110,10 @@ class ScoreForm(nn.Module, ABC):
 
         `query` and `key` are the outputs of the two projections, padded to `self.rows(buckets)` rows per head.
         """
+
+    def at_places(self, factors: tuple[ScoreFactors, ...], kept: Kept) -> tuple[ScoreFactors, ...]:
+        """Returns the score factors with scores for the tokens' places, if the form has such scores."""
+        return factors
 
     def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
@@ -236,20 +242,22 @@ class AxialForm(DenseForm):
     def query_factor(self) -> float:
         return 1.0  # the position vectors are multiplied by the unscaled query
 
-    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the score factors. Their `grid` contains the relative position scores.
+    def at_places(self, factors: tuple[ScoreFactors, ...], kept: Kept) -> tuple[ScoreFactors, ...]:
+        """Returns the score factors with relative position scores, which are in their `grid`.
 
         Raises:
             InvalidInput: The number of tokens differs from the size of the window.
         """
-        if query.shape[1] != math.prod(self.window):
+        tokens, expected = factors[0].query.shape[1] if factors else 0, math.prod(self.window)
+        if factors and kept is None and tokens != expected:
             raise InvalidInput(
-                f"{query.shape[1]} tokens in a layer with relative positions in a window of {self.window}: create the "
-                "model for the size of these images."
+                f"{tokens} tokens in a layer with relative positions in a window of {self.window}: create the model "
+                "for the size of these images."
             )
-        return tuple(replace(part, grid=self._grid(part)) for part in super().forward(query, key, buckets))
+        grid = self._whole_grid if kept is None else partial(self._grid_at, kept=kept)
+        return tuple(replace(part, grid=grid(part)) for part in factors)
 
-    def _grid(self, part: ScoreFactors) -> GridScores:
+    def _whole_grid(self, part: ScoreFactors) -> GridScores:
         query = part.query.unflatten(1, self.window)  # [batch, rows, columns, heads, features]
         features = query.shape[-1]
         down, right = (
@@ -260,6 +268,27 @@ class AxialForm(DenseForm):
         columns = torch.einsum("byxhr,hrxk->bhyxk", query, right)
         return GridScores(rows.flatten(2, 3), columns.flatten(2, 3))
 
+    def _grid_at(self, part: ScoreFactors, kept: Int[Tensor, "batch kept"]) -> GridScores:
+        """Returns the relative position scores of the tokens that remain in a window."""
+        # A query is multiplied by the vectors of all distances, and then the distances to its own row and column are
+        # selected. Selecting vectors for every query would need far more memory.
+        scores = []
+        for table, size, place in zip(
+            (self.down, self.right), self.window, (kept // self.window[1], kept % self.window[1]), strict=True
+        ):
+            vectors = self._by_head(table, part.bucket, part.query.shape[-1])
+            products = torch.einsum("bthr,hrd->bhtd", part.query, vectors)
+            distances = place[:, None, :, None] - torch.arange(size, device=table.device) + (size - 1)
+            scores.append(products.gather(3, distances.expand(-1, products.shape[1], -1, -1)))
+        return GridScores(scores[0], scores[1], kept)
+
+    def _by_head(
+        self, table: Float[Tensor, "rows distances"], bucket: Bucket, features: int
+    ) -> Float[Tensor, "heads features distances"]:
+        """Returns each head's position vectors for all distances, padded to `features` features."""
+        parts = table.split(self.spec.rows)[bucket.heads]
+        return torch.stack([F.pad(part, (0, 0, 0, features - len(part))) for part in parts])
+
     def _vectors(
         self, table: Float[Tensor, "rows distances"], bucket: Bucket, features: int
     ) -> Float[Tensor, "heads features lines lines"]:
@@ -267,8 +296,7 @@ class AxialForm(DenseForm):
 
         For the table `down`, a line is a row of the window. For the table `right`, a line is a column.
         """
-        parts = table.split(self.spec.rows)[bucket.heads]
-        padded = torch.stack([F.pad(part, (0, 0, 0, features - len(part))) for part in parts])
+        padded = self._by_head(table, bucket, features)
         size = (table.shape[1] + 1) // 2
         lines = torch.arange(size, device=table.device)
         return padded[:, :, lines[:, None] - lines + size - 1]

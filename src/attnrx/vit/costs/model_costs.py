@@ -208,10 +208,13 @@ def _sum(parts: Iterable[PartCosts]) -> PartCosts:
     return sum(parts, start=PartCosts())
 
 
-def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: PartCosts) -> LayerCosts:
+def layer_costs(
+    spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: PartCosts, merges: bool = False
+) -> LayerCosts:
     """Returns the costs of a block with this attention layer, MLP and norms.
 
-    MACs are counted without padding. A backend that pads heads to a common rank computes more MACs.
+    MACs are counted without padding. A backend that pads heads to a common rank computes more MACs. `merges` tells
+    whether the layer computes on some of the tokens in its window.
     """
     # `rows` counts projected rows, and `rank` counts directions over all heads. They differ for layers with original
     # norms, which project more rows than they use, and for shared directions, which have one row for all heads.
@@ -224,9 +227,10 @@ def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: P
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
     value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
     output = linear_costs(sum(spec.value_dims), spec.width, tokens, bias=spec.has_bias("output"))
-    # Every query is multiplied by one vector for every row and every column of the window. In some models all heads
-    # share these vectors, so their parameters are not counted here but with the rest of the block.
-    distances = PartCosts(0, tokens * sum(spec.window or ()) * rank)
+    # Every query is multiplied by one vector for every row and every column of the window, or for every distance if
+    # tokens are missing. In some models all heads share these vectors, so their parameters are not counted here but
+    # with the rest of the block.
+    distances = PartCosts(0, tokens * (spec.num_distances if merges else sum(spec.window or ())) * rank)
     return LayerCosts(
         query_key=query + key + distances,
         # Each head multiplies its directions, even shared ones. Score maps of blocks are computed once for all heads.
@@ -250,10 +254,39 @@ def linear_costs(inputs: int, outputs: int, tokens: int, bias: bool = True) -> P
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """The number of tokens in each layer under a token policy, and the costs of the policy's predictors."""
+    """The number of tokens in each layer under a token policy, and the costs of the policy's predictors.
+
+    If tokens are merged inside layers (`TokenLayout.in_layers`), `tokens` contains the numbers for a sequence of all
+    patches. `policy` and `shape` then tell what remains of a window.
+    """
 
     tokens: tuple[int, ...]
     predictors: PartCosts = PartCosts()
+    policy: TokenPolicy | None = None
+    shape: Shape | None = None
+
+    def in_layers(
+        self, lengths: Sequence[Sequence[int]], mlp_tokens: int
+    ) -> tuple[list[list[int]], list[int], PartCosts]:
+        """Returns what remains if every layer merges the tokens of its own sequences.
+
+        Args:
+            lengths: For each layer, the lengths of its sequences, e.g. of its windows.
+            mlp_tokens: The number of tokens that an MLP processes if nothing is merged.
+
+        Returns:
+            For each layer, the lengths that remain. For each layer, the number of tokens that its MLP processes. And
+            the costs of comparing tokens.
+        """
+        if self.policy is None or self.shape is None:
+            return [list(each) for each in lengths], [mlp_tokens] * len(lengths), self.predictors
+        patches, left, counts, macs = self.shape.layout.patches, list[list[int]](), list[int](), 0
+        for layer, each in enumerate(lengths, 1):
+            left.append([self.policy.left_in(layer, length, patches) for length in each])
+            counts.append(mlp_tokens if left[-1] == list(each) else sum(left[-1]))
+            compared = zip(each, left[-1], strict=True)
+            macs += sum(self.policy.reducer.predictor_macs(self.shape, *pair) for pair in compared)
+        return left, counts, PartCosts(self.predictors.params, macs)
 
 
 def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec], by: str = "compress") -> TokenCosts:
@@ -269,6 +302,8 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     layout, depth = shape.layout, len(specs)
     policy = policy.on(layout, depth)
     tokens = (layout.tokens,) * depth if by == "mask" else policy.tokens(layout, depth)
+    if layout.in_layers:
+        return TokenCosts(tokens) if by == "mask" else TokenCosts(tokens, policy=policy, shape=shape)
     macs = 0
     for layer, count in zip(policy.layers, policy.counts(layout.patches), strict=True):
         if count < layout.patches:

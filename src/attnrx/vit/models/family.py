@@ -96,6 +96,14 @@ class Family(ABC):
         """Returns the attention module that the model itself calls in a layer, not a converted copy."""
         return self.attention(model)[layer]
 
+    def attention_and_mlp(self, model: nn.Module, layer: int) -> tuple[nn.Module, nn.Module]:
+        """Returns the modules that a block calls as its attention and as its MLP.
+
+        Raises:
+            NotSupported: The blocks of this family do not call such modules.
+        """
+        raise NotSupported(f"the blocks of {type(model).__name__} are no modules with an attention and an MLP.")
+
     def restored_blocks(self, model: nn.Module) -> Container[int] | None:
         """Returns the indices of the blocks after which all patches are needed, even if tokens are pruned or merged.
 

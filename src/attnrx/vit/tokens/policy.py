@@ -13,7 +13,7 @@ written: parse_policy(str(policy)) == policy.written.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -122,7 +122,13 @@ class TokenPolicy:
                 f"{type(self.reducer).__name__} needs the attention of the class token, and this model has none; use a "
                 "reducer without class attention, e.g. random, attention_received or tome."
             )
-        others = sorted({*self.reducer.needs, *self.reducer.every_layer.split()} - set(PER_TOKEN))
+        needed = {*self.reducer.needs, *self.reducer.every_layer.split()}
+        if layout.in_layers and (needed or self.reducer.learned or not self.reducer.proportional):
+            raise NotSupported(
+                f"the blocks of this model take grids of tokens, so tokens are merged inside every layer, and "
+                f"{type(self.reducer).__name__} {self._unfit_in_layers(needed)}; use ward."
+            )
+        others = sorted(needed - set(PER_TOKEN))
         if layout.windows > 1 and others:
             raise NotSupported(
                 f"{type(self.reducer).__name__} needs {', '.join(others)}, and the attention of this model runs in "
@@ -130,6 +136,12 @@ class TokenPolicy:
             )
         policy.counts(patches)  # raises an error if the last stage would keep no patch
         return policy
+
+    def _unfit_in_layers(self, needed: Collection[str]) -> str:
+        """Returns why the reducer cannot merge tokens inside layers, as the end of a sentence."""
+        if needed:
+            return f"needs {', '.join(sorted(needed))} of the layer before"
+        return "is learned" if self.reducer.learned else "removes tokens and does not merge them"
 
     def describe(self) -> tuple[str, ...]:
         """Returns a description of the policy: one sentence per stage, or one sentence for an `@every` policy."""
@@ -153,6 +165,19 @@ class TokenPolicy:
         if num_kept[-1] < 1:
             raise InvalidInput(f"keep={self.keep} keeps no patch of {patches}; give larger shares.")
         return num_kept
+
+    def left_in(self, layer: int, tokens: int, patches: int) -> int:
+        """Returns how many of the `tokens` tokens of a sequence remain in a layer that merges inside itself.
+
+        Args:
+            layer: The layer, counted from 1.
+            tokens: The number of tokens in the sequence, e.g. in a window.
+            patches: The number of patches in the image, of which `counts` remain.
+        """
+        stages = zip(self.layers, self.counts(patches), strict=True)
+        left = [count for start, count in stages if start <= layer]
+        # The same whole-number arithmetic is used for the costs, so that they equal a count.
+        return max(left[-1] * tokens // patches, 1) if left else tokens
 
     def tokens(self, layout: TokenLayout, depth: int) -> tuple[int, ...]:
         """Returns the number of tokens in every layer, including prefix tokens and tokens that stages add."""

@@ -112,6 +112,8 @@ class TokenLayout:
             "max" for the maximum over the patch logits. "mean" and "max" may include prefix tokens.
         windows: The number of windows per image. If it is above 1, `prefix` and `patches` are counts per window.
         joined: The indices of the layers that attend to all windows of an image.
+        in_layers: Whether the blocks take grids of tokens, as in SAM. Patches are then merged inside every attention
+            and every MLP, and come back after it, so every block returns all patches.
     """
 
     prefix: int
@@ -120,6 +122,7 @@ class TokenLayout:
     pooled: str
     windows: int = 1
     joined: tuple[int, ...] = ()
+    in_layers: bool = False
 
     @property
     def tokens(self) -> int:

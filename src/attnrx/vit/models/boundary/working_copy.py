@@ -391,11 +391,10 @@ def _have_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 def _released(adapter: Adapter, module: nn.Module) -> Adapter:
     """Returns a copy of an adapter to replace `module`, without state that token policies or observers added."""
-    released: Any = aliased(adapter)
+    released: Any = detach_tokens_(aliased(adapter))
     if "config" in vars(module):  # the result's own configuration, which users of transformers may change
         released.config = vars(module)["config"]
     attention = released.attention
-    attention.kept_patches = None
     if not _is_idle(attention):
         attention.backend = BACKENDS["auto"]()
         attention._forward_hooks.clear()

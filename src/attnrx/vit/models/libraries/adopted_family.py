@@ -275,6 +275,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             return module.attention
         return self.place_attention_(source, block, self.convert_attention(source, module))
 
+    def attention_and_mlp(self, model: nn.Module, layer: int) -> tuple[nn.Module, nn.Module]:
+        source = self._adopted(model).trunk
+        parts, block = self.parts(source), self.blocks(source)[layer]
+        return block.get_submodule(parts.attention), block.get_submodule(parts.mlp[0])
+
     def restored_blocks(self, model: nn.Module) -> Container[int]:
         adopted = self._adopted(model)
         return self.answered_blocks(adopted) if adopted.around is None else adopted.around.read_blocks
@@ -700,10 +705,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted = self._adopted(model)
         parts, pooling = self.parts(adopted.trunk), self.parts(adopted.trunk).pooling
         if parts.grid_axis is not None:
-            raise NotSupported(
-                f"{adopted.name} divides grids of tokens into sequences inside its blocks, so tokens can be neither "
-                "pruned nor merged: plan ranks (qk, vo) and hidden units."
-            )
+            if parts.prefix_tokens or len(parts.mlp) > 1:
+                raise NotSupported(
+                    f"the blocks of {adopted.name} take grids of tokens, and have tokens before the patches or an MLP of "
+                    "several modules, so tokens can be neither pruned nor merged: plan ranks (qk, vo) and hidden units."
+                )
+            return TokenLayout(0, self.positions(adopted), False, "mean", in_layers=True)
         usual, sequences = self.num_tokens(adopted), () if adopted.around is None else adopted.around.lengths
         if others := sorted({length for each in sequences for length in each} - {usual}):
             raise NotSupported(
@@ -817,11 +824,14 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         lengths = [self.parts(adopted.trunk).sequences(*each) * calls for each in enumerate(tokens)]
         if around is None:
             return plain.called(lengths, 1, 1)
-        if around.lengths:  # a policy removes the same number of tokens from every sequence
-            before = self.num_tokens(adopted)
+        before, counts = self.num_tokens(adopted), None
+        if self.grid_axis(adopted) is not None:
+            # Only the attention has windows, padded by zeros. If no token is merged, the MLP runs on the image's own.
+            sequences = around.lengths or [(before,) * calls] * len(tokens)
+            lengths, counts, predictors = shapes.tokens.in_layers(sequences, calls * before)
+            plain = replace(plain, predictors=replace(predictors, macs=predictors.macs // calls))
+        elif around.lengths:  # a policy removes the same number of tokens from every sequence
             lengths = [[n - before + count for n in each] for count, each in zip(tokens, around.lengths, strict=True)]
-        # With a grid axis, only the attention has windows, padded by zeros. The MLP runs on the image's own tokens.
-        counts = None if self.grid_axis(adopted) is None else [calls * count for count in tokens]
         costs = plain.called(lengths, calls, calls if around.head_calls is None else around.head_calls, counts)
         outside = PartCosts(sum(weight.numel() for weight in weights_around(adopted)), around.macs)
         return replace(costs, classifier=costs.classifier + outside)
@@ -851,6 +861,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                         - sum(map(num_params, (*mlp, own.scores, own.value, own.output)))
                         + sum(own.spec.rows) * own.spec.num_distances
                     ),
+                    num_tokens < positions,
                 )
                 for block, mlp, own, spec, change, num_tokens in zip(
                     blocks, mlps, self.attention(adopted), shapes.attention, changes, tokens.tokens, strict=True

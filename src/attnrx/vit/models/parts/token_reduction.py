@@ -334,11 +334,15 @@ class TokenReduction(nn.Module):
         """Starts the forward pass of a batch, or of one chunk of a batch."""
         if self.call.outer and not is_traced():
             self._forget_interrupted()
-        blocks = self.restored_blocks if self.call.restored_blocks is None else self.call.restored_blocks
-        # In training every patch stays in its place, so no patch needs to be restored.
-        run = TokenRun(blocks, bool(blocks or self.call.tracked) and not self.samples_patches)
+        run = self.new_run(images)
         keys, windows = self.policy.reducer.image_keys(images), self.shape.layout.windows
         self.call.run, run.image_keys = run, keys if keys is None else keys.repeat_interleave(windows)
+
+    def new_run(self, images: ImageBatch) -> TokenRun:
+        """Returns the statistics of a forward pass at its beginning."""
+        blocks = self.restored_blocks if self.call.restored_blocks is None else self.call.restored_blocks
+        # In training every patch stays in its place, so no patch needs to be restored.
+        return TokenRun(blocks, bool(blocks or self.call.tracked) and not self.samples_patches)
 
     def enter(self, stage: int | None, adds: bool, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
         """Runs the pruning stage before a block, if there is one, and returns the tokens for the block.
@@ -403,16 +407,8 @@ class TokenReduction(nn.Module):
             InvalidInput: The block is called outside a forward pass of the model.
         """
         if self.call.run is None:
-            raise InvalidInput(
-                f"a block of a model with the token policy {self.policy} was called alone, and its tokens depend on "
-                "the blocks before it: call the model, or a method of it that computes its patches."
-            )
-        # Tokens are selected by samples (a learned reducer in training), by the C++ kernel, or by the reducer. Each
-        # updates the run's statistics to the remaining tokens.
+            raise self.called_alone("a block")
         prefix, run = self.shape.layout.prefix, self._run
-        sizes = run.sizes
-        if sizes is None:  # exported as a constant, so converting the file to half precision converts it, too
-            sizes = tokens.new_ones(tokens.shape[1]).expand(tokens.shape[0], -1)
         if run.patch_indices is None:
             run.patches = tokens.shape[1] - prefix
             run.patch_indices = counted(0, run.patches, tokens.device).expand(tokens.shape[0], -1)
@@ -420,7 +416,24 @@ class TokenReduction(nn.Module):
         if count >= run.patches:  # no token is pruned, so all tokens must stay exactly the same
             run.trail.append(run.patch_indices)
             return tokens
-        captured = run.captured
+        return self.reduced(stage, count, tokens)
+
+    def called_alone(self, part: str) -> InvalidInput:
+        """Returns the error for a part of the model that was called outside a forward pass of the model."""
+        return InvalidInput(
+            f"{part} of a model with the token policy {self.policy} was called alone, and its tokens depend on the "
+            "blocks before it: call the model, or a method of it that computes its patches."
+        )
+
+    def reduced(self, stage: int, count: int, tokens: TokenBatch) -> Tensor:
+        """Returns the tokens after a stage that keeps `count` patches, and updates the run's statistics."""
+        # Tokens are selected by samples (a learned reducer in training), by the C++ kernel, or by the reducer. Each
+        # updates the run's statistics to the remaining tokens.
+        prefix, run = self.shape.layout.prefix, self._run
+        sizes, captured = run.sizes, run.captured
+        assert run.patch_indices is not None
+        if sizes is None:  # exported as a constant, so converting the file to half precision converts it, too
+            sizes = tokens.new_ones(tokens.shape[1]).expand(tokens.shape[0], -1)
         state = TokenState(
             tokens, prefix, sizes, run.patch_indices, captured.class_attention, captured.attention, run.statistic,
             captured.keys, run.image_keys, captured.value_norms, stage, self.policy.layers[stage],

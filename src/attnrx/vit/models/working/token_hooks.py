@@ -15,6 +15,7 @@ from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
 from attnrx.vit.attention.attention import BACKENDS
 from attnrx.vit.models.family import Family
 from attnrx.vit.models.observation_hooks import blocks_of, tokens_in, with_tokens
+from attnrx.vit.models.parts.merging_in_layers import MergingInLayers
 from attnrx.vit.models.parts.record import TOKENS, record_of
 from attnrx.vit.models.parts.token_reduction import TokenReduction, TokenRun, reduction_of
 from attnrx.vit.tokens import TokenPolicy
@@ -43,12 +44,17 @@ def attach_tokens_(
     layout = shape.layout
     policy = policy.on(layout, len(specs))
     weight = next(model.parameters())
-    reduction = TokenReduction(policy, shape, by).to(weight.device, weight.dtype)
+    kind = MergingInLayers if layout.in_layers else TokenReduction
+    reduction = kind(policy, shape, by).to(weight.device, weight.dtype)
     setattr(model, "tokens" if record is None else TOKENS, reduction)
     if policy.counts(layout.patches)[-1] == layout.patches:
         return reduction.train(model.training)  # no token is ever pruned, so the model stays bit-identical
     # Hooks are used because the blocks may come from any library. Their own forward methods then run on the remaining
     # tokens, without subclasses.
+    if isinstance(reduction, MergingInLayers):
+        _attach_in_layers_(model, family, reduction)
+        _attach_pass_(model, family, reduction)
+        return reduction.train(model.training)
     stages = {layer - 1: stage for stage, layer in enumerate(policy.layers)}  # layers count from 1
     for index, block in enumerate(blocks_of(model, family)):
         # The input of a block is the output of the block before it.
@@ -57,14 +63,9 @@ def attach_tokens_(
         _first_(block, partial(reduction.leave, index), returned=True)
     # If a user calls a library method on the inner model, all patches are restored after every block. A forward pass of
     # the model itself restores them only where they are needed (`Adopted.forward_pass`, `PassHook`).
-    restored_blocks = family.restored_blocks(model)
-    if restored_blocks is not None:
+    if family.restored_blocks(model) is not None:
         reduction.restored_blocks = range(len(specs))
-    if record is not None and restored_blocks is not None:
-        hook = PassHook(reduction, restored_blocks)
-        model.register_forward_pre_hook(hook.enter, with_kwargs=True)
-        model.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
-    _first_(family.patch_embedding(model), reduction.begin)
+    _attach_pass_(model, family, reduction)
     for index, spec in enumerate(specs, 1):
         # A stage runs before a layer, so it needs captures from the layer before.
         decides = index + 1 in policy.layers
@@ -91,6 +92,34 @@ def attach_tokens_(
                 layer.register_forward_hook(partial(capture_uniform, layer.backend))
     _attach_pooling_(model, family, reduction)
     return reduction.train(model.training)
+
+
+def _attach_pass_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
+    """Attaches the hooks that start and end a forward pass of the model."""
+    restored_blocks = family.restored_blocks(model)
+    if record_of(model) is not None and restored_blocks is not None:
+        hook = PassHook(reduction, restored_blocks)
+        model.register_forward_pre_hook(hook.enter, with_kwargs=True)
+        model.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
+    _first_(family.patch_embedding(model), reduction.begin)
+
+
+def _attach_in_layers_(model: nn.Module, family: Family, reduction: MergingInLayers) -> None:
+    """Attaches hooks to every attention and every MLP that computes on merged tokens."""
+    blocks, axis = blocks_of(model, family), family.grid_axis(model)
+    assert axis is not None  # otherwise, tokens are not merged inside layers
+    for layer in range(reduction.policy.layers[0], len(blocks) + 1):
+        _first_(blocks[layer - 1], partial(reduction.enter_block, axis))
+        own = family.installed_(model, layer - 1)
+        own.kept_patches = reduction.kept_patches
+        own.backend = AttentionCapture(reduction.sizes, partial(reduction.add_capture, ()), (), reduction.log_sizes)
+        attention, mlp = family.attention_and_mlp(model, layer - 1)
+        _first_(attention, partial(reduction.enter_attention, layer))
+        _first_(attention, reduction.leave_attention, returned=True)
+        _first_(mlp, reduction.enter_mlp)
+        _first_(mlp, reduction.leave_mlp, returned=True)
+    # A pass that a library method starts, e.g. of the backbone alone, ends after the last block.
+    _first_(blocks[-1], reduction.leave_blocks, returned=True)
 
 
 def _attach_pooling_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
