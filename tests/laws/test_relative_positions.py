@@ -1,5 +1,7 @@
-"""Relative positions by axis, as in SAM and ViTDet: the definition, backends == eager, and smaller models."""
+"""SAM and ViTDet: relative positions by axis, backends == eager, smaller models, and merging inside layers."""
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,12 +9,20 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
+from attnrx.decide.planning.cost_table import exact_cost_table, prescribed_costs
+from attnrx.decide.planning.space import Choices, Space
+from attnrx.nouns.effort import PlanSettings
+from attnrx.nouns.target import Target
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import tensors_of
 from attnrx.vit.attention import Attention, Eager, Fused, Native
 from attnrx.vit.attention.backends import Portable
-from attnrx.vit.models import family_of, library_form
+from attnrx.vit.costs import count_product_macs
+from attnrx.vit.models import attach_tokens_, family_of, library_form, working_copy
+from attnrx.vit.models.observation_hooks import counted_by_spec
+from attnrx.vit.models.parts.merging_in_layers import from_windows, in_windows
 from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import parse_policy
 from support.users_models import SIZE, WIDTH, made
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -115,11 +125,109 @@ def test_a_model_without_some_heads_is_of_its_own_class(name: str) -> None:
     assert_same(outputs(small), outputs(rx.realize(loaded, found, by="mask")))
 
 
+POLICIES = ["ward:0.7@2", "ward:0.75/0.4@2,3"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_of_grids_are_neither_pruned_nor_merged(name: str) -> None:
+def test_a_mask_equals_merging_inside_layers_and_costs_equal_a_count(name: str, policy: str) -> None:
     loaded = rx.load(made(name))
-    with pytest.raises(NotSupported, match="divides grids of tokens into sequences inside its blocks"):
-        family_of(loaded).token_layout(loaded)
+    images = torch.randn(4, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = rx.prescribe(rx.diagnose(loaded, images), f"qk=total_rank:0.5 tokens={policy}")
+    small, masked = (rx.realize(loaded, found, by=by) for by in ("compress", "mask"))
+    assert_same(outputs(small), outputs(masked))
+    pairs = zip(*(outputs(each).values() for each in (small, loaded)), strict=True)
+    assert any((one - other).abs().max() > 1e-4 for one, other in pairs)
+    family = family_of(small)
+    with counted_by_spec(small, family):
+        assert family.costs(small).product_macs == count_product_macs(small, images[:1])
+    assert family.costs(small).macs < 0.95 * family.costs(rx.realize(loaded, without_tokens(found))).macs
+    assert family.costs(small) == prescribed_costs(loaded, found)
+    assert all(part.params >= 0 for part in family.costs(small).parts.values())
+
+
+def without_tokens(found: rx.Prescription) -> rx.Prescription:
+    return replace(found, tokens=None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_merging_equal_tokens_changes_nothing(name: str) -> None:
+    """All patches are equal, so merging changes no output. Zeros at the border are equal to each other."""
+    model = made(name)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if "pos" in path:
+                parameter.zero_()
+    loaded = rx.load(model)
+    image = torch.randn(1, 3, 1, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    images = image.expand(2, -1, SIZE, SIZE).contiguous()
+    small = copy.deepcopy(loaded)
+    attach_tokens_(small, family_of(small), parse_policy("ward:0.6@2"))
+    with torch.no_grad():
+        assert_same(tensors_of(small(images)), tensors_of(loaded(images)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_policy_that_keeps_all_tokens_is_the_original(name: str) -> None:
+    loaded = rx.load(made(name))
+    small = copy.deepcopy(loaded)
+    attach_tokens_(small, family_of(small), parse_policy("ward:1.0@2"))
+    for found, expected in zip(outputs(small).values(), outputs(loaded).values(), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("policy", "why"), [("tome:0.7@2", "needs keys"), ("class_attention:0.7@2", "class token")])
+def test_reducers_that_need_the_layer_before_are_refused(policy: str, why: str) -> None:
+    loaded = rx.load(made("SAM of timm"))
+    with pytest.raises(NotSupported, match=why):
+        attach_tokens_(loaded, family_of(loaded), parse_policy(policy))
+
+
+def test_a_block_that_merges_is_refused_outside_its_model() -> None:
+    loaded = rx.load(made("SAM of timm"))
+    attach_tokens_(loaded, family_of(loaded), parse_policy("ward:0.7@2"))
+    block: Any = loaded.get_submodule("blocks.1")
+    with pytest.raises(InvalidInput, match="called alone"):
+        block(torch.zeros(1, 4, 4, WIDTH, dtype=torch.float64))
+    assert outputs(loaded)  # the model itself still runs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_planner_knows_what_merging_inside_layers_costs(name: str) -> None:
+    loaded = rx.load(made(name))
+    images = torch.randn(8, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    working, diagnosis = working_copy(loaded), rx.diagnose(loaded, images, moments=True)
+    space = Space.of(working, diagnosis, Target.parse("macs=0.7x"), PlanSettings())
+    table, before = exact_cost_table(space, "macs"), family_of(loaded).costs(loaded).macs
+    for pruned in ((0, 4, 0), (0, 0, 8), (0, 4, 6)):
+        choices = replace(Choices.nothing(space.depth), num_pruned=pruned)
+        exact = prescribed_costs(working, space.prescription(choices)).macs / before
+        assert table.total(choices) == pytest.approx(exact, rel=0.03)
+
+
+def test_windows_are_put_together_again() -> None:
+    grid = torch.randn(2, 5, 7, 3)
+    parts = in_windows(grid, (2, 3))
+    assert parts.shape == (2 * 3 * 3, 6, 3)
+    assert torch.equal(parts[1], grid[0, :2, 3:6].flatten(0, 1))  # windows follow each other in a row
+    assert torch.equal(from_windows(parts, (2, 3), (2, 5, 7)), grid)
+
+
+@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("backend", [Eager, Fused, Portable, Native])
+def test_tokens_that_remain_in_a_window_keep_their_positions(name: str, backend: type) -> None:
+    layer, tokens = case(name, torch.float32 if backend is Native else torch.float64)
+    kept = torch.tensor([[0, 3, 7, 8, 14], [1, 2, 6, 11, 13]])
+    remaining = tokens.gather(1, kept[..., None].expand(-1, -1, WIDTH))
+    with torch.no_grad():
+        found = []
+        layer.backend, layer.kept_patches = backend(), lambda: kept
+        found = layer(remaining)
+        # The same attention by a mask: keys that are gone have the size 0.
+        sizes = torch.zeros(2, TOKENS, dtype=tokens.dtype).scatter(1, kept, 1.0)
+        layer.backend, layer.kept_patches = Eager(lambda: sizes), None
+        expected = layer(tokens).gather(1, kept[..., None].expand(-1, -1, WIDTH))
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-5 if backend is Native else 1e-12)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

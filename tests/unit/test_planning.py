@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -362,6 +363,23 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
     with pytest.raises(NotSupported, match=r"measured at .*Request at most faster=\d"):
         made.best(Target("latency", 1.05 * least))
     assert requested[-1] == pytest.approx(least, rel=0.02)
+
+
+def test_a_plan_that_just_misses_its_speed_every_time_is_adjusted_further(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, target, limits = PlanSettings(trials=8, batch_size=12), Target.parse("latency=0.8x"), list[float]()
+
+    def just_missed(self: Planner, steps: Sequence[Any]) -> list[float]:
+        limits.append(steps[0].cost)
+        return [0.78 if len(limits) > settings.attempts else 0.804]
+
+    monkeypatch.setattr(Planner, "_timed", just_missed)
+    made = MacsAsLatency(Space.of(model, diagnosis, target, settings), settings, "latency", images)
+    made.timer = SimpleNamespace(baseline=Baseline("the original in timm", model))  # type: ignore[assignment]
+    trial = made.best(target)
+    assert isinstance(trial, Trial) and len(limits) == settings.attempts + 1
+    assert trial.step.cost == limits[-1] < 0.98 * limits[-2]
 
 
 def test_no_output_of_a_plan_is_computed_twice(

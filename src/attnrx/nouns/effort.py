@@ -124,7 +124,7 @@ class PlanSettings:
     Planning for latency is repeated up to `attempts` times, until a plan's measured latency is between `min_ratio` and
     `max_ratio` times the target. The first attempt does not search. With `adjusts`, attempts after the second correct
     the cost without a new search. With `adjusts` and a file format, every attempt times two plans, and the first
-    attempt already searches.
+    attempt already searches. If no plan was fast enough, a few more are adjusted.
 
     `seed` fixes every random draw. `batch_size` is the batch size for measuring outputs. `log` is called with progress
     messages.

@@ -1,5 +1,6 @@
 """Cost tables hold the cost of every layer by rank and number of tokens, computed in closed form or measured."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,10 @@ from attnrx.vit.costs import ModelCosts
 from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS
 from attnrx.vit.models import family_of, hidden_units, rank_of, require_all_tokens
 from attnrx.vit.spec import compression_of
+from attnrx.vit.tokens import TokenPolicy
 
+# If layers merge the tokens of their own windows, their costs are evaluated at SAMPLES numbers of tokens.
+SAMPLES = 33
 # The parts of a layer's cost that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
 # A table is implausible if a compressed block costs more than ABOVE times the whole block. It may cost more than the
@@ -130,15 +134,16 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
     before = family_of(model).costs(model)
     tokens = before.layers[0].tokens
     # Costs are linear or quadratic in the number of tokens, so one evaluation per level gives them for all numbers.
-    steps = np.arange(tokens + 1) / tokens
-    tables = {axis: _by_level(space, before, axis, quantity, steps) for axis in RANKS}
+    tables = {axis: _by_level(space, before, axis, quantity, tokens) for axis in RANKS}
     # No part of the cost depends on both qk and vo, so their costs add up: [layer, level of qk, level of vo, tokens].
     attention = tables["qk"][:, :, None] + tables["vo"][:, None]
     whole = float(getattr(before, quantity))
     inside = float(attention[:, 0, 0, -1].sum() + tables["mlp"][:, 0, -1].sum())
     stages = np.zeros((space.depth, tokens + 1))
     prefix = tokens - space.patches
-    if space.reducer is not None and quantity == "macs":
+    if space.merges_in_layers and quantity == "macs":
+        attention += _comparing_in_layers(space, tokens)[:, None, None]
+    elif space.reducer is not None and quantity == "macs":
         shape = replace(space.shape, directions=max((*family_of(model).attention(model)[0].spec.ranks, 1)))
         for count in range(prefix + 2, tokens + 1):
             # The table has no axis for the number of kept patches, so every stage is assumed to prune one patch.
@@ -146,9 +151,49 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
     return CostTable(quantity, whole, whole - inside, attention, tables["mlp"], stages, prefix, space.patches)
 
 
-def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps: np.ndarray) -> np.ndarray:
+def _comparing_in_layers(space: Space, tokens: int) -> np.ndarray:
+    """Returns the MACs for comparing tokens in layers that merge inside themselves, as a table [layer, tokens]."""
+    table, reducer = np.zeros((space.depth, tokens + 1)), space.reducer
+    assert reducer is not None
+    for layer, lengths in enumerate(family_of(space.model).sequences(space.model)):
+        for length, number in Counter(lengths).items():
+            left = np.maximum(np.arange(tokens + 1) * length // tokens, 1)
+            macs = {count: reducer.predictor_macs(space.shape, length, count) for count in set(left.tolist())}
+            table[layer] += number * np.array([macs[count] for count in left.tolist()])
+    table[:, -1] = 0.0  # nothing is merged
+    return table
+
+
+def _left(space: Space, before: ModelCosts, axis: str, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the shares of an axis's MACs that remain, as two tables [layer, tokens].
+
+    The first one is for MACs that grow linearly with the number of tokens, and the second one for MACs that grow
+    quadratically.
+    """
+    steps = np.arange(tokens + 1) / tokens
+    if not space.merges_in_layers:
+        return np.tile(steps, (space.depth, 1)), np.tile(steps**2, (space.depth, 1))
+    # Windows round the number of tokens, and are padded. So the closed form is evaluated at some numbers.
+    assert space.reducer is not None
+    counts = sorted({*np.linspace(1, tokens, SAMPLES).round().astype(int).tolist()})
+    costs = [
+        family_of(space.model).costs(space.model, tokens=TokenPolicy(space.reducer, (2,), (count / tokens,))).layers
+        for count in counts[:-1]
+    ]
+    costs.append(before.layers)
+    shares = []
+    for is_square in (False, True):
+        names = [name for name in COST_PARTS[axis] if (name in SQUARE) == is_square]
+        macs = np.array([[sum(layer.parts[name].macs for name in names) for layer in layers] for layers in costs])
+        relative = macs / np.maximum(macs[-1], 1)  # [count, layer]
+        shares.append(np.stack([np.interp(steps * tokens, [0, *counts], [0.0, *column]) for column in relative.T]))
+    return shares[0], shares[1]
+
+
+def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, tokens: int) -> np.ndarray:
     """Returns the costs of one axis (qk, vo or MLP), as a table [layer, level, tokens]."""
-    table = np.empty((space.depth, len(space.levels), len(steps)))
+    table = np.empty((space.depth, len(space.levels), tokens + 1))
+    linear, quadratic = _left(space, before, axis, tokens)
     # Levels that are not available are never chosen. They get the original's costs, so every entry is defined.
     allowed = (0, *space.available(axis))
     for level in range(len(space.levels)):
@@ -160,7 +205,8 @@ def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps:
                 table[index, level] = sum(part.params for part in parts.values())
                 continue
             square = sum(part.macs for name, part in parts.items() if name in SQUARE)
-            table[index, level] = (sum(part.macs for part in parts.values()) - square) * steps + square * steps**2
+            rest = sum(part.macs for part in parts.values()) - square
+            table[index, level] = rest * linear[index] + square * quadratic[index]
     return table
 
 

@@ -194,9 +194,6 @@ def measured_cost_table(
     timed block then weights its attention, too. Each time is divided by the original block's time in the same round.
     Costs are relative to the unchanged model in attnrx's own code. The cost of token reducers is added later, by
     `corrected`. The times are fitted so that a lower rank is never slower.
-
-    Raises:
-        NotSupported: The layers do not all have the same shape.
     """
     timer, counts = _Timer(space, protocol, images), np.arange(space.shape.layout.tokens + 1)
     # Blocks are timed on a grid of levels and numbers of tokens. qk and vo share the attention kernel, and affect each
@@ -239,9 +236,6 @@ def file_cost_table(
 
     Lower ranks are not timed one by one. The share of a block's time that a lower rank saves is assumed to be
     proportional to the share of multiply-accumulates that it saves. The factor is measured at one rank for each axis.
-
-    Raises:
-        NotSupported: The layers do not all have the same shape.
     """
     timer, counts = _Timer(space, protocol, images, form), np.arange(space.shape.layout.tokens + 1)
     times = timer.steps(counts) * _interpolated(counts, timer.grid, timer.block({}))
@@ -257,6 +251,14 @@ def file_cost_table(
         predicted = costs[timer.layers, 0, -1] - costs[timer.layers, level, -1]
         factors[axis] = saving_factor(saved, float(predicted.mean()))
     return with_savings(timer.whole(attention, mlp, (baseline.unchanged, baseline.empty)), factors)
+
+
+def represents_all(space: Space) -> bool:
+    """Returns whether one block, timed at fewer tokens, represents all others.
+
+    It does not if layers have different shapes, or if they merge the tokens of their own windows.
+    """
+    return len(set(family_of(space.model).specs(space.model))) == 1 and not space.merges_in_layers
 
 
 def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
@@ -317,16 +319,9 @@ class _Timer:
 
     All times are relative to the time of the original block with all tokens. If the plan may prune tokens, the timed
     blocks are the blocks after a token stage. Otherwise, the first blocks of the model are timed.
-
-    Raises:
-        NotSupported: The layers do not all have the same shape.
     """
 
     def __init__(self, space: Space, protocol: LatencyProtocol, images: Tensor, form: Format | None = None):
-        if len(set(family_of(space.model).specs(space.model))) > 1:
-            raise NotSupported(
-                "the layers of this model do not all have the same shape, so one block does not represent the others."
-            )
         self.space, self.protocol, self.images = space, protocol, images
         tokens = space.shape.layout.tokens
         # Without the token axis, the grid has only the full number of tokens. torch.export treats a size of 1 as fixed,
@@ -565,15 +560,18 @@ class PlanTimer:
         def measure() -> CostTable:
             space, settings = self.space, self.settings
             form, noise = format_of(settings), settings.noise(space.model)
-            if form is None:
+            # For files, `file_cost_table` has already measured the savings of ranks and hidden units.
+            axes, stages = (RANKS, STAGES) if form is None else ((), STAGES_OF_FILES)
+            if not represents_all(space):
+                # One block's time says nothing about the others, so costs start from their multiply-accumulates.
+                blocks, axes = replace(exact_cost_table(space, "macs"), quantity="latency"), RANKS
+            elif form is None:
                 # Blocks are timed in a separate process, and whole models in another one. Whole models were slower in a
                 # process that had timed blocks.
                 arguments, forked = (space, settings.protocol, noise, settings.timed_levels), settings.in_subprocess
                 blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             else:  # in this process, because the runtime of a format allocates its memory itself
                 blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline)
-            # For files, `file_cost_table` has already measured the savings of ranks and hidden units.
-            axes, stages = (RANKS, STAGES) if form is None else ((), STAGES_OF_FILES)
             # All costs follow from the timing of a few files, so it takes more rounds.
             rounds = settings.whole_rounds * (1 if form is None else ROUND_FACTOR)
             table = corrected(blocks, space, partial(self.latency_shares, rounds=rounds), axes, stages)

@@ -55,6 +55,8 @@ MISSED, TOLERATED = 1.05, 0.01
 CHEAPER = 0.945
 # A timing is repeated if it differs from the prediction by more than this share.
 DOUBTFUL = 0.08
+# If no plan was fast enough, up to LAST_ATTEMPTS plans are adjusted to LAST_FACTOR times the corrected cost.
+LAST_ATTEMPTS, LAST_FACTOR = 2, 0.97
 # The largest share of the latency that a plan may aim at. A plan at a share of 1 would be the unchanged model.
 LARGEST = 0.99
 # Plans are measured on one batch first. A plan is measured on more images only if its divergence on this batch is at
@@ -383,21 +385,24 @@ class Planner:
         # plans that are fast enough, the plan with the lowest divergence is returned, which need not be the last.
         limit, unchanged = target.limit, self.frontier.nothing
         factor = QUICK_FACTOR if self.settings.adjusts else RETRY_FACTOR
-        allowed = limit * (QUICK_FACTOR if self.settings.adjusts else 1.0)
         timings: list[tuple[Trial, float]] = []  # trial and measured share of the latency
         largest_ratio = limit * self.settings.max_ratio
         # Corrections never ask for more than plans can save. If the target itself does, `Frontier.at` raises.
         least = self.frontier.reachable
-        allowed = max(allowed, min(limit, least))
         # The unchanged model may already be fast enough, because attnrx's kernels and files may be faster than the
         # baseline, which is the model without attnrx.
-        if unchanged <= allowed:
+        with_margin = max(limit * (QUICK_FACTOR if self.settings.adjusts else 1.0), min(limit, least))
+        if unchanged <= with_margin:
             where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
             return TargetMet.by_speed(1 / limit, 1 / unchanged, where, self.timer.baseline.title)
-        allowed = limit if self._times_pairs else allowed  # the second plan of a pair leaves the margin
-        for attempt in track(range(self.settings.attempts), "searching plans"):
-            if attempt > 1 and self.settings.adjusts:
-                trials = [self._adjusted(allowed, timings[-1][0])]
+        # The second plan of a pair leaves the margin.
+        allowed = limit if self._times_pairs else with_margin
+        for attempt in track(range(self.settings.attempts + LAST_ATTEMPTS), "searching plans"):
+            is_extra = attempt >= self.settings.attempts
+            if is_extra and any(ratio <= limit * (MISSED if self.settings.adjusts else 1.0) for _, ratio in timings):
+                break  # such a plan may be returned
+            if (attempt > 1 and self.settings.adjusts) or is_extra:
+                trials = [self._adjusted(allowed * (LAST_FACTOR if is_extra else 1.0), timings[-1][0])]
             elif attempt or self._times_pairs:
                 trials = [self._searched(allowed)]
             else:  # the plan from `Frontier.at` corrects the predicted cost before a search

@@ -215,6 +215,11 @@ class Space(Displayed):
         return self.shape.layout.patches
 
     @property
+    def merges_in_layers(self) -> bool:
+        """Whether tokens are merged inside every layer, so that all patches come back after it."""
+        return TOKENS in self.axes and self.shape.layout.in_layers
+
+    @property
     def metric(self) -> str | None:
         """The metric for qk, which is "mix", or None if a layer must keep its own directions in their own order.
 

@@ -117,7 +117,7 @@ def sample_tokens(
         The samples for `ReportContent.tokens`.
 
     Raises:
-        InvalidInput: The model has no token policy, there are no images, or the patches do not form a grid of squares.
+        InvalidInput: The model has no token policy, there are no images, or the patches cannot be drawn.
     """
     reduction = reduction_of(model)
     if reduction is None:
@@ -127,6 +127,8 @@ def sample_tokens(
     if labels and len(labels) != len(images):
         raise InvalidInput(f"{len(labels)} labels for {len(images)} images: give one each, or none.")
     family, layout, policy = family_of(model), reduction.shape.layout, reduction.policy
+    if layout.in_layers:
+        raise InvalidInput("this model merges tokens anew in every layer, so no stage leaves patches to show.")
     weight = next(model.parameters())
     run = token_run(model, images.to(weight.device, weight.dtype), tracked=True)
     if run.trail and len(run.trail[0]) != len(images):

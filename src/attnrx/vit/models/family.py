@@ -251,6 +251,10 @@ class Family(ABC):
         """Returns the number of windows (separate token sequences) into which the blocks divide an image."""
         return 1
 
+    def sequences(self, model: nn.Module) -> tuple[tuple[int, ...], ...]:
+        """Returns the lengths of the token sequences of one input, for every layer, before tokens are merged."""
+        return ((self.num_tokens(model),),) * len(self.specs(model))
+
     def grid_axis(self, model: nn.Module) -> int | None:
         """Returns the axis of the features in the token grids that blocks take, or None if blocks take sequences."""
         return None

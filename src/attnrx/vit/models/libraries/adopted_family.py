@@ -705,10 +705,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted = self._adopted(model)
         parts, pooling = self.parts(adopted.trunk), self.parts(adopted.trunk).pooling
         if parts.grid_axis is not None:
-            if parts.prefix_tokens or len(parts.mlp) > 1:
+            if pooling not in POOLINGS or len(parts.mlp) > 1:
                 raise NotSupported(
-                    f"the blocks of {adopted.name} take grids of tokens, and have tokens before the patches or an MLP of "
-                    "several modules, so tokens can be neither pruned nor merged: plan ranks (qk, vo) and hidden units."
+                    f"{adopted.name} divides grids of tokens into sequences inside its blocks, so tokens can be "
+                    "neither pruned nor merged: plan ranks (qk, vo) and hidden units."
                 )
             return TokenLayout(0, self.positions(adopted), False, "mean", in_layers=True)
         usual, sequences = self.num_tokens(adopted), () if adopted.around is None else adopted.around.lengths
@@ -801,6 +801,14 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted = self._adopted(model)
         return self.parts(adopted.trunk).windows
 
+    def sequences(self, model: nn.Module) -> tuple[tuple[int, ...], ...]:
+        adopted = self._adopted(model)
+        around, parts, count = adopted.around, self.parts(adopted.trunk), self.num_tokens(adopted)
+        if around is not None and around.lengths:
+            return around.lengths
+        calls = 1 if around is None else around.calls
+        return tuple(parts.sequences(layer, count) * calls for layer in range(len(self.blocks(adopted.trunk))))
+
     def grid_axis(self, model: nn.Module) -> int | None:
         adopted = self._adopted(model)
         return self.parts(adopted.trunk).grid_axis
@@ -827,8 +835,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         before, counts = self.num_tokens(adopted), None
         if self.grid_axis(adopted) is not None:
             # Only the attention has windows, padded by zeros. If no token is merged, the MLP runs on the image's own.
-            sequences = around.lengths or [(before,) * calls] * len(tokens)
-            lengths, counts, predictors = shapes.tokens.in_layers(sequences, calls * before)
+            lengths, counts, predictors = shapes.tokens.in_layers(self.sequences(adopted), calls * before)
             plain = replace(plain, predictors=replace(predictors, macs=predictors.macs // calls))
         elif around.lengths:  # a policy removes the same number of tokens from every sequence
             lengths = [[n - before + count for n in each] for count, each in zip(tokens, around.lengths, strict=True)]

@@ -103,6 +103,7 @@ class ModelReader:
         blocks, norm, patches, head, pooler = (
             f"{path}.{name}".strip(".") for name in (layout.blocks, layout.norm, layout.patches, "head", "pooler")
         )
+        norm = norm if layout.norm else ""
         # Token parameters are [1, tokens, width]. CLIP's class embedding is [width].
         tokens = body.get_submodule(self.embeddings).named_parameters(recurse=False)
         prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
@@ -116,10 +117,10 @@ class ModelReader:
             pooling = "class" if pooling == "mean" else "the first patch"
         windows, joined = self.windows(body.config)
         return replace(
-            layout, blocks=blocks, patches=patches, norm=norm if layout.norm else "", windows=windows, joined=joined,
+            layout, blocks=blocks, patches=patches, norm=norm, windows=windows, joined=joined,
             mlp_classes=layout.mlp_classes or (f"{word}MLP", f"{word}Mlp", f"{word}Intermediate"),
             gated=dict.fromkeys((f"{word}SwiGLUFFN", f"{word}GatedMLP"), GATED),
-            heads=(*HEADS, *OTHER_HEADS, norm, head, pooler),
+            heads=(*HEADS, *OTHER_HEADS, *filter(None, (norm, head, pooler))),
             num_heads=body.config.num_attention_heads,
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
             prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=pooling,

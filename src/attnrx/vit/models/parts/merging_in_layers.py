@@ -22,18 +22,19 @@ Windows = Float[Tensor, "windows tokens width"]
 class LayerRun(TokenRun):
     """The statistics of a forward pass in which every layer merges the tokens of its own windows.
 
-    `grid` is the number of rows and columns of the image's patches. `shape` is the shape of what entered the present
-    attention or MLP. `window` is the number of rows and columns of the present layer's windows. `sources` [windows, tokens] contains, for every token of a window, the index
-    of its representative among the merged tokens, or is None if the layer merges nothing. `num_merged` is their number.
-    If tokens are masked, `positions` contains the index of every merged token in its window.
+    `grid` is the number of rows and columns of an image's patches. `shape` is the shape of what entered the present
+    attention or MLP. `window` is the number of rows and columns of a window in the present layer. For every token of a
+    window, `sources` contains the index of its representative among the merged tokens, or is None if the layer merges
+    nothing. `num_merged` is the number of merged tokens in a window. If tokens are masked, `positions` contains their
+    indices in the window.
     """
 
     def __init__(self, images: int):
         super().__init__(is_tracked=True)
         self.images = images
-        self.grid = (0, 0)
+        self.grid: tuple[int, int] = (0, 0)
         self.shape: torch.Size | None = None
-        self.window = (0, 0)
+        self.window: tuple[int, int] = (0, 0)
         self.sources: Int[Tensor, "windows tokens"] | None = None
         self.positions: Int[Tensor, "windows merged"] | None = None
         self.num_merged = 0
@@ -99,8 +100,8 @@ class MergingInLayers(TokenReduction):
         # Padding is not part of the grid here, so it has no weight. Tokens of padding alone stay zero.
         weights = in_windows(tokens.new_ones(1, *run.grid, 1), run.window)[..., 0].repeat(run.images, 1)
         places = run.sources[..., None].expand_as(inside)
-        sums = inside.new_zeros(len(inside), run.num_merged, inside.shape[2]).scatter_add(1, places, inside)
-        total = weights.new_zeros(len(inside), run.num_merged).scatter_add(1, run.sources, weights)
+        sums = inside.new_zeros(inside.shape[0], run.num_merged, inside.shape[2]).scatter_add(1, places, inside)
+        total = weights.new_zeros(inside.shape[0], run.num_merged).scatter_add(1, run.sources, weights)
         means = sums / total.clamp_min(1)[..., None]
         return means if self.by == "compress" else gathered_rows(means, run.sources)
 
