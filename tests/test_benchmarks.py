@@ -387,6 +387,22 @@ def test_a_detector_is_trained_made_smaller_and_its_average_precision_compared(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "tokens"), [("--macs 0.7", "kept|ward"), ("--policy ward:0.7@2", "ward:0.7@2")], ids=["plan", "policy"]
+)
+def test_an_encoder_that_attends_within_windows_is_made_smaller(tmp_path: Path, words: str, tokens: str) -> None:
+    pytest.importorskip("transformers")
+    data = write_parquet(tmp_path / "images.parquet", [*rows(24), *rows(12, "test")])
+    main = runpy.run_path(str(BENCHMARKS / "windows.py"))["main"]
+    sizes = "--side 64 --sizes hidden_size=48 num_hidden_layers=4 num_attention_heads=4 window_size=3 mlp_dim=96"
+    given = ["sam", "--data", str(data), *sizes.split(), "output_channels=16", "--given", "16", "--tested", "8"]
+    assert main([*given, *words.split(), "--out", str(tmp_path / "out")]) == 0
+    record = read_json(tmp_path / "out" / "windows.json")
+    assert re.match(tokens, record["tokens"]) and 0.9 < float(record["cosine"].split()[0]) <= 1
+    assert ("faster" in record) == ("policy" in words)
+
+
+@pytest.mark.slow
 def test_portable_models_are_priced_timed_and_reloaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(BENCHMARKS / "portable.py"))["main"]
     model = build_model("timm:vit_tiny_patch16_224", depth=2, embed_dim=24, img_size=16, patch_size=8, num_classes=3)

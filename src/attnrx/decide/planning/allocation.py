@@ -337,7 +337,7 @@ def require_reachable(space: Space, cost_table: CostTable, limit: float) -> floa
 def _out_of_reach(space: Space, quantity: str, limit: float, least: float) -> NotSupported:
     axes = ", ".join(AXIS_WORDS.get(axis, axis) for axis in space.axes)
     if quantity == "latency":
-        problem = f"faster={1 / limit:.3g} is out of reach: plans over {axes} are at most {1 / least:.2f}x faster"
+        problem = f"faster={1 / limit:.3g} is out of reach: plans over {axes} have at most {1 / least:.2f}x the speed"
         advice = "Request less, allow more axes, or measure on an idle machine."
     else:
         problem = f"{quantity}={limit:g} is out of reach: plans over {axes} keep at least {least:.3f} of the {quantity}"
