@@ -606,7 +606,7 @@ def test_plans_are_compared_in_float32_where_bfloat16_is_slow_coarse_or_impossib
     handle = whole.register_forward_hook(joined)
     assert not suits_bfloat16(whole, images, lines.append) and not lines
     handle.remove()
-    assert suits_bfloat16(whole, images, no_log)
+    assert suits_bfloat16(whole, images, no_log) and suits_bfloat16(whole, images.take(2), no_log)
     monkeypatch.setattr(sensitivity, "MOST_ROUNDING", 0.0)
     assert not suits_bfloat16(whole, images, lines.append)
     assert "compared in float32" in lines[0]

@@ -160,7 +160,7 @@ def suits_bfloat16(model: nn.Module, images: ImageSet, log: Log) -> bool:
     weight = next(model.parameters())
     if weight.dtype != torch.float32 or not has_fast_bfloat16(weight.device.type):
         return False
-    exact = Answers.of(model, images.take(ROUNDED), ROUNDED)
+    exact = Answers.of(model, images.take(min(ROUNDED, len(images))), ROUNDED)
     try:
         rounding = replace(exact, bfloat16=True).measure(model).mean
     except AttnrxError:  # a part of the model does not accept such products, or overflows
