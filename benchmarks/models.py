@@ -9,37 +9,36 @@ others get its result. `attnrx.load` also compares outputs on random images, but
 is not installed is omitted. Results are stored in the file OUTCOMES, one line of JSON per kind, and another call
 resumes from it.
 
-With --measure the script also creates the smallest architecture of every row with random weights, and adds four columns
-to the page. The first shows how much the outputs of attnrx's copy and the library's model differ. The second compares
-the closed form of the MACs with a count. The third shows whether a smaller model is the same after saving and loading,
-and the fourth whether attnrx can export it to ONNX. Each row takes minutes. With OUTCOMES, --measure resumes after an
-interruption.
+With --measure the script measures small models of many libraries with random weights (small_models.py), and replaces
+only the section with their table. This takes minutes.
 """
 
 import argparse
 import importlib
-import inspect
 import json
 import re
 import tempfile
+import time
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill, shorten
 from typing import Any
 
 import torch
+from small_models import BATCH, SMALL_MODELS, SmallModel
 from torch import nn
 
 import attnrx as rx
-from attnrx.support.errors import AttnrxError
+from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.modules import random_images, tensors_of
 from attnrx.support.shapes import ImageBatch
 from attnrx.vit.costs import count_product_macs
-from attnrx.vit.models import LIBRARIES, family_of, working_copy
+from attnrx.vit.models import family_of, working_copy
 from attnrx.vit.models.boundary.working_copy import answer
 from attnrx.vit.models.families import trunks_of
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
@@ -52,17 +51,19 @@ AXES = ("qk", "vo", "hidden", "tokens")
 # The page lists the transformers classes with a reader, the classes of these tasks, and further classes.
 TASKS = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "IMAGE_TO_IMAGE")
 OTHER_CLASSES = ("SamVisionModel", "Sam2VisionModel", "DonutSwinModel", "Swin2SRModel")
-# The columns that --measure adds.
+# The columns that --measure adds to the axes.
 COPY, MACS, RELOADED, ONNX = MEASURES = ("copy", "MACs", "reloads", "ONNX")
-RULES = {"qk": "qk=total_rank:0.75", "vo": "vo=total_rank:0.75", "hidden": "hidden=total_rank:0.75"}
-NOISE = 0.02  # added to random weights, because libraries start biases at zero, and zeros would hide mistakes
-MEASURED = """## What was measured
+COLUMNS = (*AXES, *MEASURES)
+RULES = {**{axis: f"{axis}=total_rank:0.75" for axis in ("qk", "vo", "hidden")}, "tokens": "tokens=ward:0.7@2"}
+NOISE = 0.1  # at most, added to random weights, because libraries start biases at zero, and zeros would hide mistakes
+TITLE = "## What was measured"
+MEASURED = f"""{TITLE}
 
-The smallest architecture of every row was created with random weights (`--measure`). `copy` compares the outputs of
-attnrx's layers with the library's: their largest difference, relative to the standard deviation of the outputs. `MACs`
-compares the closed form with a count of matrix products, for this model and a smaller one: "equal", or both ratios. The
-smaller model has three quarters of `qk`, `vo` and `hidden`. `reloads` states whether it has the same outputs, bit for
-bit, after it is saved and loaded. `ONNX` states whether it has a file with its outputs, or why not.
+`python benchmarks/models.py --measure` creates a small model of every class below with random weights, and removes a
+quarter of `qk`, `vo` and `hidden`, and 30 % of the tokens. `copy` is the largest difference between the outputs of
+attnrx's layers and the library's, relative to their standard deviation. `MACs` compares the closed form with a count of
+matrix products: "equal", or the ratios of both models. `reloads` states whether the smaller model has the same outputs,
+bit for bit, after it is saved and loaded. `ONNX` states whether it has a file with its outputs, or why not.
 """
 INTRODUCTION = """# Supported models
 
@@ -282,11 +283,12 @@ class Answering(nn.Module):
 
 
 def shaken(model: nn.Module) -> nn.Module:
-    """Adds noise to all weights, in place."""
+    """Adds noise to all weights, in place, of a size with which activations keep theirs."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(NOISE * torch.randn(weight.shape, generator=generator).to(weight))
+            inputs = weight[0].numel() if weight.ndim > 1 else 1
+            weight.add_(min(NOISE, inputs**-0.5) * torch.randn(weight.shape, generator=generator).to(weight))
     return model.eval()
 
 
@@ -312,181 +314,138 @@ def both_counted(model: nn.Module, small: nn.Module, images: ImageBatch) -> str:
     return "equal" if ratios == [1, 1] else " and ".join(f"{ratio:.3f}" for ratio in ratios)
 
 
-def reloaded(small: nn.Module, images: ImageBatch) -> str:
+def reloaded(small: nn.Module, images: ImageBatch, factory: Callable[[], nn.Module]) -> str:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         rx.save(small, Path(folder) / "small")
-        change = difference(answer(small, images), answer(rx.load(Path(folder) / "small").eval(), images))
+        change = difference(
+            answer(small, images), answer(rx.load(Path(folder) / "small", factory=factory).eval(), images)
+        )
     return "yes" if not change else f"differs by {change:.0e}"
 
 
-def exported(small: nn.Module) -> str:
+def exported(small: nn.Module, model: nn.Module) -> str:
+    """States whether a smaller model has an ONNX file with its outputs. If not, also whether the original has one."""
+    reason = refused(small)
+    return f"no{', nor has the original' if refused(model) else ''}: {reason}" if reason else "yes"
+
+
+def refused(model: nn.Module) -> str:
+    """Returns why a model cannot be exported, or "" if it can be."""
     with tempfile.TemporaryDirectory() as folder:
-        rx.export(small, Path(folder) / "small.onnx")  # export itself compares the file with the model
-    return "yes"
-
-
-def measured(architecture: Architecture, axes: tuple[str, ...], most: float) -> dict[str, str]:
-    """Measures a model with random weights. Each returned column is a result, or the reason why there is none."""
-    if architecture.size > most:
-        return dict.fromkeys(MEASURES, f"not measured: {architecture.size / 1e6:,.0f} million parameters")
-    found: dict[str, str] = {}
-
-    def measure(names: Sequence[str], run: Callable[[], Any]) -> Any:
         try:
-            result = run()
+            rx.export(model, Path(folder) / "model.onnx")  # export itself compares the file with the model
         except Exception as error:  # the code of a library raises errors of any type
-            why = reason_of(error) if isinstance(error, AttnrxError) else f"{type(error).__name__}: {error}"
-            found.update(dict.fromkeys(names, " ".join(why.split())[:200].replace("|", "/")))
-            return None
-        if len(names) == 1:
-            found[names[0]] = result
-        return result
-
-    with torch.device("cpu"):
-        torch.manual_seed(0)
-        model = measure(MEASURES, lambda: rx.load(shaken(architecture.make())))
-        if model is None:
-            return found
-        images = random_images(model, family_of(model).input_shape(model), 4)
-        text = " ".join(RULES[axis] for axis in axes if axis in RULES)
-        measure((COPY,), lambda: copied(model, images))
-        rules = partial(rx.diagnose, model, rx.data.image_set(images))
-        small = measure((MACS, RELOADED, ONNX), lambda: rx.realize(model, rx.prescribe(rules(), text)).eval())
-        if small is not None:
-            measure((MACS,), lambda: both_counted(model, small, images))
-            measure((RELOADED,), lambda: reloaded(small, images))
-            measure((ONNX,), lambda: exported(small))
-    return found
+            return why(error)
+    return ""
 
 
-def kind_of(name: str) -> str:
-    """Returns the first letters of an architecture's name."""
-    found = re.match(r"(eca_)?[a-z]+", name.lower())
-    return name if found is None else found[0]
+def pruned(model: nn.Module, diagnosis: Any, text: str) -> nn.Module:
+    """Returns the smaller model of a prescription.
 
-
-def of_timm() -> Iterator[Architecture]:
-    """Yields every architecture with pretrained weights that has attention, with the number of its weight files."""
-    timm: Any = importlib.import_module("timm")
-    # Names are ARCHITECTURE.TAG, one for each weight file.
-    tags = Counter(name.partition(".")[0] for name in timm.list_models(pretrained=True))
-    for module in timm.list_modules():
-        # The source is checked first, so that timm's many architectures without attention are not created.
-        if "Attention" not in inspect.getsource(importlib.import_module(f"timm.models.{module}")):
-            continue
-        for name in sorted(set(timm.list_models(module=module)) & tags.keys()):
-            make = partial(timm.create_model, name)
-            model = make()
-            if any("Att" in type(part).__name__ for part in model.modules()):
-                yield Architecture(tags[name], LIBRARIES["timm"], kind_of(name), model, make)
-
-
-def of_transformers() -> Iterator[Architecture]:
-    """Yields transformers classes: those with a reader, the classes of TASKS with attention, and OTHER_CLASSES.
-
-    Models are created with the default configuration of their class.
+    Raises:
+        NotSupported: The prescription cannot be realized, or the model has the same MACs as before.
     """
-    transformers: Any = importlib.import_module("transformers")
-    readers = importlib.import_module("attnrx.vit.models.libraries.huggingface_family").READERS
-    tasks = importlib.import_module("transformers.models.auto.modeling_auto")
-    listed = [each for task in TASKS for each in getattr(tasks, f"MODEL_FOR_{task}_MAPPING_NAMES").values()]
-    others = [name for each in listed for name in ((each,) if isinstance(each, str) else each)]
-    for name in dict.fromkeys((*readers, *others, *OTHER_CLASSES)):
-        kind = getattr(transformers, name, None)
-        if kind is None:  # READERS also names parts of classes, which transformers does not export
-            continue
-        # MAE's masking removes patches at random, and a hybrid DPT has a convolutional backbone.
-        config = kind.config_class(**({"mask_ratio": 0.0} if name == "ViTMAEModel" else {}))
-        if name == "DPTForDepthEstimation":
-            config.is_hybrid = False
+    small = rx.realize(model, rx.prescribe(diagnosis, text)).eval()
+    before, after = (family_of(each).costs(each).product_macs for each in (model, small))
+    if after >= before:
+        raise NotSupported(f"{text} removes nothing.")
+    return small
+
+
+def has_axis(model: nn.Module, diagnosis: Any, rule: str) -> bool:
+    try:
+        pruned(model, diagnosis, rule)
+    except NotSupported:
+        return False
+    return True
+
+
+def why(error: Exception) -> str:
+    """Returns the reason in an error, short enough for a cell of a table."""
+    reason = reason_of(error) if isinstance(error, AttnrxError) else f"{type(error).__name__}: {error}"
+    reason = reason.partition(": export ")[0].replace("|", "/")  # without the remedy
+    closed = f"{reason})" if reason.count("(") > reason.count(")") else reason
+    return shorten(closed, 120, placeholder=" ...", break_on_hyphens=False)
+
+
+def cell(run: Callable[[], str]) -> str:
+    """Returns a result, or the reason why there is none."""
+    try:
+        return run()
+    except Exception as error:  # the code of a library raises errors of any type
+        return why(error)
+
+
+def measured(given: SmallModel) -> dict[str, str]:
+    """Measures a small model with random weights, and returns its results by column.
+
+    Raises:
+        Exception: attnrx or the model's library cannot load or run the model.
+    """
+    torch.manual_seed(0)
+    model = rx.load(shaken(given.make()), inputs=given.inputs, image_size=given.side, factory=given.make).eval()
+    images = random_images(model, family_of(model).input_shape(model), BATCH)
+    diagnosis = rx.diagnose(model, rx.data.image_set(images))
+    axes = [axis for axis, rule in RULES.items() if has_axis(model, diagnosis, rule)]
+    found = {COPY: cell(lambda: copied(model, images)), **dict.fromkeys(axes, "yes")}
+    try:
+        small = pruned(model, diagnosis, " ".join(RULES[axis] for axis in axes))
+    except Exception as error:
+        return {**found, MACS: why(error)}
+    return {
+        **found,
+        MACS: cell(lambda: both_counted(model, small, images)),
+        RELOADED: cell(lambda: reloaded(small, images, given.make)),
+        ONNX: exported(small, model),
+    }
+
+
+def measured_section() -> str:
+    """Measures the small models of all installed libraries, and returns the section of the page with their table."""
+    versions, missing, rows = [f"torch {version('torch')}"], [], []
+    for library, (package, models) in SMALL_MODELS.items():
         try:
-            model = kind(config)
-        except Exception as error:  # the class needs another library, or more than its configuration
-            print(f"{name} is left out: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+            importlib.import_module(library)
+        except ImportError:
+            missing.append(package)
             continue
-        if any("Att" in type(part).__name__ for part in model.modules()):
-            yield Architecture(1, LIBRARIES["hf"], name, model, partial(kind, config))
+        versions.append(f"{package} {version(package)}")
+        for each in models():
+            start = time.perf_counter()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    found = measured(each)
+                except Exception as error:
+                    found = {COPY: why(error)}
+            rows.append(f"| {library} | {each.name} | {' | '.join(found.get(name, '') for name in COLUMNS)} |")
+            print(rows[-1], f"{time.perf_counter() - start:.1f} s", flush=True)
+    head = [f"| library | class | {' | '.join(COLUMNS)} |", f"|---|---|{':-:|' * len(AXES)}{'---|' * len(MEASURES)}"]
+    end = f"{len(rows)} models: {', '.join(versions)}."
+    if missing:
+        end += f" Not measured, because they are not installed: {', '.join(missing)}."
+    return "\n".join([MEASURED, *head, *rows, "", fill(end, 120, break_on_hyphens=False)]) + "\n"
 
 
-def of_torchvision() -> Iterator[Architecture]:
-    """Yields the image classifiers with attention."""
-    models: Any = importlib.import_module("torchvision.models")
-    for name in models.list_models(module=models, include=["vit_*", "swin_*", "maxvit_*"]):
-        make: Callable[[], Any] = partial(models.get_model, name)
-        yield Architecture(1, LIBRARIES["torchvision"], kind_of(name), make(), make)
-
-
-def of_open_clip() -> Iterator[Architecture]:
-    """Yields the image towers. If a tower wraps a timm model, it is read like the timm model."""
-    open_clip: Any = importlib.import_module("open_clip")
-    for name in open_clip.list_models():
-        tower = LIBRARIES["open_clip"].initialized(name)
-        make = partial(LIBRARIES["open_clip"].initialized, name)
-        if not hasattr(tower, "trunk"):
-            yield Architecture(1, LIBRARIES["open_clip"], kind_of(name), tower, make)
-            continue
-        trunk: Any = tower.trunk
-        inside = partial(lambda make: make().trunk, make)
-        yield Architecture(1, LIBRARIES["timm"], kind_of(name), trunk, inside, " of timm (visual.trunk)")
-
-
-SOURCES: dict[str, tuple[str, str, Callable[[], Iterator[Architecture]]]] = {
-    "timm": ("timm", "weight files", of_timm),
-    "transformers": ("transformers", "classes", of_transformers),
-    "torchvision": ("torchvision", "architectures", of_torchvision),
-    "open_clip": ("open_clip_torch", "configurations", of_open_clip),
-}
-
-
-def section(
-    library: str,
-    package: str,
-    unit: str,
-    outcomes: list[tuple[Architecture, Outcome]],
-    measure: Callable[[str, Outcome, Architecture], dict[str, str]] | None,
-) -> str:
-    """Returns the section of one library, with its counts and a table of its classes."""
-    total = sum(each.count for each, _ in outcomes)
-    adopted = sum(each.count for each, outcome in outcomes if not outcome.reason)
-    rows: dict[Outcome, list[Architecture]] = defaultdict(list)
-    for each, outcome in outcomes:
-        rows[outcome].append(each)
-    columns = () if measure is None else MEASURES
-    lines = [
-        f"## {library}",
-        "",
-        f"attnrx reads {adopted} of {total} {unit} with attention ({package} {version(package)}).",
-        "",
-        f"| class | {unit} | {' | '.join((*AXES, *columns))} | refused because |",
-        f"|---|--:|{':-:|' * len(AXES)}{'---|' * len(columns)}---|",
-    ]
-    counts = {outcome: sum(each.count for each in members) for outcome, members in rows.items()}
-    # Supported classes come first. Within both groups, the order is by name.
-    for outcome, members in sorted(rows.items(), key=lambda row: (bool(row[0].reason), row[0].kind, -counts[row[0]])):
-        marks = ["yes" if axis in outcome.axes else "" for axis in AXES]
-        if measure is not None:
-            smallest = min(members, key=lambda each: each.size)
-            found = {} if outcome.reason else measure(library, outcome, smallest)
-            marks += [found.get(name, "") for name in columns]
-        lines.append(f"| {outcome.kind} | {counts[outcome]} | {' | '.join(marks)} | {outcome.reason} |")
-    return "\n".join(lines) + "\n"
+def sections_of(page: Path) -> list[str]:
+    """Returns the sections of the page that this script writes, without the introduction."""
+    titles = "|".join((TITLE, *(f"## {library}" for library in SOURCES)))
+    return re.split(rf"\n(?=(?:{titles})\n)", page.read_text())[1:] if page.exists() else []
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path, nargs="?", default=PAGE)
     parser.add_argument("outcomes", type=Path, nargs="?")
-    parser.add_argument("--measure", action="store_true", help="the columns of one model of every row")
-    parser.add_argument("--most-params", type=float, default=350e6, metavar="N", help="of a measured model (350e6)")
+    parser.add_argument("--measure", action="store_true", help="measure small models, and keep the other tables")
     arguments = parser.parse_args(words)
-    state, parts = State(arguments.outcomes), [INTRODUCTION]
-
-    def measure(library: str, outcome: Outcome, smallest: Architecture) -> dict[str, str]:
-        name = f"measured: {library} {outcome.kind} {','.join(outcome.axes)}"
-        return state.kept(name, lambda: measured(smallest, outcome.axes, arguments.most_params))
-
+    before, parts = sections_of(arguments.page), [INTRODUCTION]
     if arguments.measure:
-        parts.append(MEASURED)
+        parts += [measured_section(), *(each for each in before if not each.startswith(TITLE))]
+        arguments.page.write_text("\n".join(parts))
+        return
+    state = State(arguments.outcomes)
+    parts += [each for each in before if each.startswith(TITLE)]
     for library, (package, unit, read) in SOURCES.items():
         try:
             importlib.import_module(library)
@@ -495,8 +454,7 @@ def main(words: Sequence[str] | None = None) -> None:
             continue
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            outcomes = outcomes_of(read(), state)
-            parts.append(section(library, package, unit, outcomes, measure if arguments.measure else None))
+            parts.append(section(library, package, unit, outcomes_of(read(), state)))
     arguments.page.write_text("\n".join(parts))
 
 

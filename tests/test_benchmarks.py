@@ -1,11 +1,11 @@
 """The benchmarks run, at a size that takes a second, and write what they promise."""
 
+import importlib.util
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -266,11 +266,16 @@ def test_preprocessing_compares_three_ways(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_the_page_of_models_has_a_table_of_every_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = runpy.run_path(str(BENCHMARKS / "models.py"))
-    names = module["main"].__globals__
+    names, page = module["main"].__globals__, tmp_path / "models.md"
     monkeypatch.setitem(names, "SOURCES", {"torchvision": names["SOURCES"]["torchvision"]})
-    module["main"]([str(tmp_path / "models.md")])
-    assert "| VisionTransformer |" in (tmp_path / "models.md").read_text()
+    measured = f"{names['TITLE']}\n\nkept\n"
+    page.write_text(f"old introduction\n\n{measured}\n## torchvision\n\nan outdated table\n")
+    module["main"]([str(page)])
+    written = page.read_text()
+    assert written.startswith(f"{names['INTRODUCTION']}\n{measured}\n## torchvision\n")
+    assert "| VisionTransformer |" in written and "an outdated table" not in written
 
 
 DENSE = """
@@ -309,34 +314,53 @@ def test_maps_of_a_whole_model_are_correlated_with_the_original(
 
 
 @pytest.mark.slow
-def test_the_page_of_models_has_what_was_measured_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_models_has_what_was_measured_of_small_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("onnxruntime")
-    import timm
-
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = runpy.run_path(str(BENCHMARKS / "models.py"))
-    names = module["main"].__globals__
-    sizes: dict[str, dict[str, object]] = {
-        "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 16, "embed_dim": 24, "depth": 2, "num_heads": 2},
-        "swin_tiny_patch4_window7_224": {"img_size": 32, "window_size": 4, "embed_dim": 8, "depths": (1, 1)},
-    }
+    names, page = module["main"].__globals__, tmp_path / "models.md"
+    small_models = names["SMALL_MODELS"]
 
-    def small() -> Iterator[object]:
-        for name, options in sizes.items():
-            make = partial(timm.create_model, name, num_classes=3, **options)
-            yield names["Architecture"](1, names["LIBRARIES"]["timm"], names["kind_of"](name), make(), make)
+    def broken() -> torch.nn.Module:
+        raise ValueError("no | model")
 
-    monkeypatch.setitem(names, "SOURCES", {"timm": ("timm", "weight files", small)})
-    page, words = tmp_path / "models.md", [str(tmp_path / "models.md"), str(tmp_path / "outcomes"), "--measure"]
-    module["main"](words)
-    rows = [line.split(" | ") for line in page.read_text().splitlines() if re.match(r"\| (Vision|Swin)", line)]
-    assert [row[0].strip("| ") for row in rows] == ["SwinTransformer", "VisionTransformer"]
-    for row in rows:
-        copy, macs, reloads, onnx = row[6:10]
-        assert float(copy) < 1e-4 and (macs, reloads, onnx) == ("equal", "yes", "yes")
+    def some() -> Iterator[object]:
+        for each in small_models["timm"][1]():
+            if each.name in ("VisionTransformer", "SwinTransformer", "NaFlexVit"):
+                yield each
+        yield names["SmallModel"]("Broken", broken)
+
+    # The second library is a module that no environment has.
+    monkeypatch.setitem(names, "SMALL_MODELS", {"timm": ("timm", some), "no_such_library": ("absent", some)})
+    page.write_text(f"old introduction\n\n{names['TITLE']}\n\nan outdated table\n\n## torchvision\n\nkept\n")
+    module["main"]([str(page), "--measure"])
     written = page.read_text()
-    monkeypatch.setitem(names, "measured", None)
-    module["main"](words)  # every row is read back
-    assert page.read_text() == written
+    assert written.startswith(names["INTRODUCTION"]) and written.endswith("\n\n## torchvision\n\nkept\n")
+    assert "an outdated table" not in written
+    assert "Not measured, because they are not installed: absent." in written
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in written.splitlines() if "| timm |" in line]
+    assert [row[0] for row in rows] == ["VisionTransformer", "SwinTransformer", "NaFlexVit", "Broken"]
+    for row in rows[:3]:
+        copy, macs, reloads, onnx = row[5:]
+        assert float(copy) < 1e-5 and (macs, reloads) == ("equal", "yes")
+        assert onnx.startswith("no, nor has the original: " if row[0] == "NaFlexVit" else "yes")
+    assert [row[1:5] for row in rows[:2]] == [["yes"] * 4, ["", "", "yes", ""]]
+    assert rows[3][1:] == [*[""] * 4, "ValueError: no / model", "", "", ""]
+
+
+@pytest.mark.slow
+def test_every_small_model_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    names = runpy.run_path(str(BENCHMARKS / "small_models.py"))
+    created = 0
+    for library, (_, models) in names["SMALL_MODELS"].items():
+        if importlib.util.find_spec(library) is not None:
+            for each in models():
+                assert sum(parameter.numel() for parameter in each.make().parameters()) < 3e7, each.name
+                created += 1
+    assert created >= 40
 
 
 @pytest.mark.slow

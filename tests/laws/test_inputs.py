@@ -328,6 +328,18 @@ def test_a_file_takes_what_the_module_takes(name: str, to: str, tmp_path: Path) 
         assert not list(tmp_path.glob("run_*.py"))
 
 
+def test_a_file_of_volumes_has_convolutions_without_a_bias(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model = Volumes()
+    model.patches = torch.nn.Conv3d(1, WIDTH, 4, 4, bias=False)
+    given = numbers(4, 1, 12, 12, 12)
+    loaded = rx.load(shaken(model).float(), inputs=given)
+    file = rx.export(loaded, tmp_path / "model.onnx")
+    with torch.no_grad():
+        torch.testing.assert_close(rx.load(file.path)(given), loaded(given), rtol=0, atol=1e-4)
+
+
 def test_videos_of_a_model_without_a_reader(tmp_path: Path) -> None:
     config = transformers.TimesformerConfig(
         image_size=16, patch_size=8, num_frames=4, hidden_size=12, num_hidden_layers=2, num_attention_heads=2,

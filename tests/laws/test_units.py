@@ -234,3 +234,46 @@ def test_units_that_are_not_separate_are_not_taken(kind: str) -> None:
     assert len(family_of(plain := rx.load(Mixed("plain"))).mlp(plain)) == 1
     with pytest.raises(NotSupported, match="Mixed is not supported"):
         rx.load(Mixed(kind))
+
+
+class Pairs(nn.Module):
+    """A loop over attention and MLP that takes a bias besides the tokens."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads, self.qkv, self.proj = 2, nn.Linear(12, 36), nn.Linear(12, 12)
+
+        def forward(self, tokens: Tensor, bias: Tensor) -> Tensor:
+            parts = self.qkv(tokens).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+            return self.proj(F.scaled_dot_product_attention(*parts, attn_mask=bias).transpose(1, 2).flatten(2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        mlps = [nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)) for _ in range(2)]
+        self.layers = nn.ModuleList(nn.ModuleList([Pairs.Attention(), mlp]) for mlp in mlps)
+
+    def forward(self, tokens: Tensor, bias: Tensor) -> Tensor:
+        for attention, mlp in self.layers:  # type: ignore[misc]
+            tokens = tokens + attention(tokens, bias)
+            tokens = tokens + mlp(tokens)
+        return tokens
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pairs = nn.Conv2d(3, 12, 8, 8), Pairs()
+        self.register_buffer("bias", torch.arange(256.0).sin().view(16, 16))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.pairs(self.stem(images).flatten(2).mT, bias=self.bias).mean(1)
+
+
+def test_a_loop_over_pairs_that_takes_a_bias_loses_only_hidden_units() -> None:
+    images = torch.randn(4, 3, 32, 32)
+    model = shaken(Biased()).to(images)
+    loaded = rx.load(model, inputs=images)
+    assert not family_of(loaded).reads_attention(loaded) and len(family_of(loaded).mlp(loaded)) == 2
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=1e-6)

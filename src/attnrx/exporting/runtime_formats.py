@@ -81,7 +81,18 @@ class Onnx(Format):
             scores = scores if attn_mask is None else op.Add(scores, attn_mask)
             return op.MatMul(op.Softmax(scores, axis=-1), value)
 
-        translations: dict[Any, Any] = {torch.ops.aten.sort.stable: sort_stable}
+        def conv3d(
+            input: Any, weight: Any, bias: Any = None, stride: Sequence[int] = (1, 1, 1),
+            padding: Sequence[int] = (0, 0, 0), dilation: Sequence[int] = (1, 1, 1), groups: int = 1,
+        ) -> Any:  # fmt: skip
+            # If there is no bias, torch's translation adds one with two axes, which runtimes refuse.
+            inputs = (input, weight) if bias is None else (input, weight, bias)
+            pads = [*padding, *padding]
+            return op.Conv(*inputs, strides=[*stride], pads=pads, dilations=[*dilation], group=groups)
+
+        translations: dict[Any, Any] = {
+            torch.ops.aten.sort.stable: sort_stable, torch.ops.aten.conv3d.default: conv3d
+        }  # fmt: skip
         if self.opset < ATTENTION_OPSET and all(map(_is_plain, program.graph.nodes)):
             translations[torch.ops.aten.scaled_dot_product_attention.default] = attend
         num_outputs = len(program.graph_signature.user_outputs)

@@ -334,8 +334,13 @@ class StructureFamily(AdoptedFamily):
         copied, _, blocks, attention = _restructured(copy_module(model), group[:2])
         if any(piece.isdigit() for piece in attention.split(".")):  # a part of a list inside a block
             return None
-        with evaluating([copied]):
-            observed = _observed(copied, blocks, attention, group[2])
+        try:
+            with evaluating([copied]):
+                observed = _observed(copied, blocks, attention, group[2])
+        except TypeError:
+            if attention == group[1]:
+                raise
+            return None  # the model's own loop over the rewritten blocks takes more than tokens, e.g. a bias
         if observed is None:
             return None
         path, structure = observed
