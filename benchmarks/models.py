@@ -15,13 +15,14 @@ only the section with their table. This takes minutes.
 
 import argparse
 import importlib
+import inspect
 import json
 import re
 import tempfile
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -38,7 +39,7 @@ from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.modules import random_images, tensors_of
 from attnrx.support.shapes import ImageBatch
 from attnrx.vit.costs import count_product_macs
-from attnrx.vit.models import family_of, working_copy
+from attnrx.vit.models import LIBRARIES, family_of, working_copy
 from attnrx.vit.models.boundary.working_copy import answer
 from attnrx.vit.models.families import trunks_of
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
@@ -210,7 +211,7 @@ def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
         "qk": not any(spec.fixes_scores for spec in specs),
         "vo": not any(spec.fixes_values for spec in specs),
         "hidden": bool(family.mlp(adopted)),
-        "tokens": parts.pooling in ("class", "mean") and parts.grid_axis is None,
+        "tokens": parts.pooling in ("class", "mean") and (parts.grid_axis is None or len(parts.mlp) == 1),
     }
     return Outcome(kind, tuple(axis for axis in AXES if works[axis]))
 
@@ -425,6 +426,107 @@ def measured_section() -> str:
     if missing:
         end += f" Not measured, because they are not installed: {', '.join(missing)}."
     return "\n".join([MEASURED, *head, *rows, "", fill(end, 120, break_on_hyphens=False)]) + "\n"
+
+
+def kind_of(name: str) -> str:
+    """Returns the first letters of an architecture's name."""
+    found = re.match(r"(eca_)?[a-z]+", name.lower())
+    return name if found is None else found[0]
+
+
+def of_timm() -> Iterator[Architecture]:
+    """Yields every architecture with pretrained weights that has attention, with the number of its weight files."""
+    timm: Any = importlib.import_module("timm")
+    # Names are ARCHITECTURE.TAG, one for each weight file.
+    tags = Counter(name.partition(".")[0] for name in timm.list_models(pretrained=True))
+    for module in timm.list_modules():
+        # The source is checked first, so that timm's many architectures without attention are not created.
+        if "Attention" not in inspect.getsource(importlib.import_module(f"timm.models.{module}")):
+            continue
+        for name in sorted(set(timm.list_models(module=module)) & tags.keys()):
+            make = partial(timm.create_model, name)
+            model = make()
+            if any("Att" in type(part).__name__ for part in model.modules()):
+                yield Architecture(tags[name], LIBRARIES["timm"], kind_of(name), model, make)
+
+
+def of_transformers() -> Iterator[Architecture]:
+    """Yields transformers classes: those with a reader, the classes of TASKS with attention, and OTHER_CLASSES.
+
+    Models are created with the default configuration of their class.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    readers = importlib.import_module("attnrx.vit.models.libraries.huggingface_family").READERS
+    tasks = importlib.import_module("transformers.models.auto.modeling_auto")
+    listed = [each for task in TASKS for each in getattr(tasks, f"MODEL_FOR_{task}_MAPPING_NAMES").values()]
+    others = [name for each in listed for name in ((each,) if isinstance(each, str) else each)]
+    for name in dict.fromkeys((*readers, *others, *OTHER_CLASSES)):
+        kind = getattr(transformers, name, None)
+        if kind is None:  # READERS also names parts of classes, which transformers does not export
+            continue
+        # MAE's masking removes patches at random, and a hybrid DPT has a convolutional backbone.
+        config = kind.config_class(**({"mask_ratio": 0.0} if name == "ViTMAEModel" else {}))
+        if name == "DPTForDepthEstimation":
+            config.is_hybrid = False
+        try:
+            model = kind(config)
+        except Exception as error:  # the class needs another library, or more than its configuration
+            print(f"{name} is left out: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+            continue
+        if any("Att" in type(part).__name__ for part in model.modules()):
+            yield Architecture(1, LIBRARIES["hf"], name, model, partial(kind, config))
+
+
+def of_torchvision() -> Iterator[Architecture]:
+    """Yields the image classifiers with attention."""
+    models: Any = importlib.import_module("torchvision.models")
+    for name in models.list_models(module=models, include=["vit_*", "swin_*", "maxvit_*"]):
+        make: Callable[[], Any] = partial(models.get_model, name)
+        yield Architecture(1, LIBRARIES["torchvision"], kind_of(name), make(), make)
+
+
+def of_open_clip() -> Iterator[Architecture]:
+    """Yields the image towers. If a tower wraps a timm model, it is read like the timm model."""
+    open_clip: Any = importlib.import_module("open_clip")
+    for name in open_clip.list_models():
+        tower = LIBRARIES["open_clip"].initialized(name)
+        make = partial(LIBRARIES["open_clip"].initialized, name)
+        if not hasattr(tower, "trunk"):
+            yield Architecture(1, LIBRARIES["open_clip"], kind_of(name), tower, make)
+            continue
+        trunk: Any = tower.trunk
+        inside = partial(lambda make: make().trunk, make)
+        yield Architecture(1, LIBRARIES["timm"], kind_of(name), trunk, inside, " of timm (visual.trunk)")
+
+
+SOURCES: dict[str, tuple[str, str, Callable[[], Iterator[Architecture]]]] = {
+    "timm": ("timm", "weight files", of_timm),
+    "transformers": ("transformers", "classes", of_transformers),
+    "torchvision": ("torchvision", "architectures", of_torchvision),
+    "open_clip": ("open_clip_torch", "configurations", of_open_clip),
+}
+
+
+def section(library: str, package: str, unit: str, outcomes: list[tuple[Architecture, Outcome]]) -> str:
+    """Returns the section of one library, with its counts and a table of its classes."""
+    total = sum(each.count for each, _ in outcomes)
+    adopted = sum(each.count for each, outcome in outcomes if not outcome.reason)
+    counts: dict[Outcome, int] = defaultdict(int)
+    for each, outcome in outcomes:
+        counts[outcome] += each.count
+    lines = [
+        f"## {library}",
+        "",
+        f"attnrx reads {adopted} of {total} {unit} with attention ({package} {version(package)}).",
+        "",
+        f"| class | {unit} | {' | '.join(AXES)} | refused because |",
+        f"|---|--:|{':-:|' * len(AXES)}---|",
+    ]
+    # Supported classes come first. Within both groups, the order is by name.
+    for outcome in sorted(counts, key=lambda each: (bool(each.reason), each.kind, -counts[each])):
+        marks = ["yes" if axis in outcome.axes else "" for axis in AXES]
+        lines.append(f"| {outcome.kind} | {counts[outcome]} | {' | '.join(marks)} | {outcome.reason} |")
+    return "\n".join(lines) + "\n"
 
 
 def sections_of(page: Path) -> list[str]:
