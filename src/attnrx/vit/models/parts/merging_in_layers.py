@@ -115,7 +115,7 @@ class MergingInLayers(TokenReduction):
         run.sources = None
         return from_windows(inside, run.window, (run.images, *run.grid)).reshape(run.shape)
 
-    def leave_blocks(self, tokens: Tensor) -> None:
+    def leave_blocks(self, tokens: Float[Tensor, "images *sides"]) -> None:
         """Ends a pass that a library method started, e.g. a method of the backbone alone."""
         self._end_outside()
 
