@@ -61,7 +61,7 @@ LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {l
 # sensitivities on half of the images, but on at least MIN_SENSITIVITY_IMAGES. If the outputs are maps, the images for
 # plans are not halved, because maps need few. For a model with more than HUGE (a ViT-L has 6e10), it diagnoses on a
 # quarter of the images, and measures sensitivities in half of the layers. In both cases, plans are compared and
-# repaired in bfloat16 if it is faster (docs/results/plan.md).
+# repaired in bfloat16 if it is faster.
 LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
 # A quick call verifies on as many images as VERIFICATION_MACS multiply-accumulates of the original allow, but on at
 # least MIN_VERIFICATION_IMAGES. That is 4,800 images for a ViT-Tiny, and 340 for a ViT-B.
