@@ -20,7 +20,7 @@ from attnrx.vit.attention.backends import Portable
 from attnrx.vit.costs import count_product_macs
 from attnrx.vit.models import attach_tokens_, family_of, library_form, working_copy
 from attnrx.vit.models.observation_hooks import counted_by_spec
-from attnrx.vit.models.parts.merging_in_layers import from_windows, in_windows
+from attnrx.vit.models.parts.merging_in_layers import LayerRun, from_windows, in_windows
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import parse_policy
 from support.users_models import SIZE, WIDTH, made
@@ -203,6 +203,17 @@ def test_the_planner_knows_what_merging_inside_layers_costs(name: str) -> None:
         choices = replace(Choices.nothing(space.depth), num_pruned=pruned)
         exact = prescribed_costs(working, space.prescription(choices)).macs / before
         assert table.total(choices) == pytest.approx(exact, rel=0.03)
+
+
+def test_padding_has_no_weight_in_the_mean_of_an_mlp() -> None:
+    """A grid of one token in a window of two: the second one is padding, and both are merged."""
+    loaded = rx.load(made("SAM of timm"))
+    reduction: Any = attach_tokens_(loaded, family_of(loaded), parse_policy("ward:0.7@2"))
+    run, token = LayerRun(1), torch.randn(1, 1, 1, WIDTH)
+    run.grid, run.window, run.sources, run.num_merged = (1, 1), (1, 2), torch.zeros(1, 2, dtype=torch.int64), 1
+    with reduction.call.setting(run=run):
+        assert torch.equal(reduction.enter_mlp(token), token[0])
+        assert torch.equal(reduction.leave_mlp(token[0]), token)
 
 
 def test_windows_are_put_together_again() -> None:
