@@ -1,6 +1,7 @@
 """SAM and ViTDet: relative positions by axis, backends == eager, smaller models, and merging inside layers."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
+from attnrx.decide.planning import measured_costs
 from attnrx.decide.planning.cost_table import exact_cost_table, prescribed_costs
+from attnrx.decide.planning.measured_costs import PlanTimer, represents_all
 from attnrx.decide.planning.space import Choices, Space
 from attnrx.nouns.effort import PlanSettings
 from attnrx.nouns.target import Target
@@ -203,6 +206,27 @@ def test_the_planner_knows_what_merging_inside_layers_costs(name: str) -> None:
         choices = replace(Choices.nothing(space.depth), num_pruned=pruned)
         exact = prescribed_costs(working, space.prescription(choices)).macs / before
         assert table.total(choices) == pytest.approx(exact, rel=0.03)
+
+
+def test_layers_of_different_shapes_are_planned_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block represents the others, so the costs start from the MACs. Here, every latency is the share of MACs."""
+    loaded = rx.load(made("SAM of timm"))
+    images = torch.randn(8, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    working, settings = working_copy(loaded), PlanSettings()
+    space = Space.of(working, rx.diagnose(loaded, images, moments=True), Target.parse("latency=0.7x"), settings)
+    whole = family_of(working).costs(working).macs
+
+    def shares(self: PlanTimer, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
+        return {name: family_of(model).costs(model).macs / whole for name, model in models.items()}
+
+    monkeypatch.setattr(PlanTimer, "latency_shares", shares)
+    monkeypatch.setattr(measured_costs, "cached_cost_table", lambda space, settings, measure: measure())
+    assert not represents_all(space)
+    table = PlanTimer(space, settings, rx.data.image_set(images)).cost_table()
+    assert table.problem() is None and table.total(Choices.nothing(space.depth)) == pytest.approx(1)
+    choices = replace(Choices.nothing(space.depth), num_pruned=(0, 4, 0), mlp=(2, 2, 2))
+    exact = prescribed_costs(working, space.prescription(choices)).macs / whole
+    assert table.total(choices) == pytest.approx(exact, rel=0.06)
 
 
 def test_padding_has_no_weight_in_the_mean_of_an_mlp() -> None:
