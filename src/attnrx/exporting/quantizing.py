@@ -2,17 +2,22 @@
 
 import io
 import logging
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from attnrx.support.optional import required_module
 
+# Biases are corrected only with at least CORRECTED images. A file with fewer images is usually only timed, and the
+# correction takes NNCF as long as everything else.
+CORRECTED = 32
+
 
 def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, by_defaults: bool = False) -> Any:
     """Returns a graph with 8-bit matrix products, quantized by NNCF's scheme for transformers.
 
-    NNCF applies SmoothQuant and corrects biases. To measure the ranges of activations, it calls the graph once with
+    NNCF applies SmoothQuant and, with at least CORRECTED images, corrects biases. To measure the ranges of activations, it calls the graph once with
     every item of `inputs`. By default, an activation's range covers all inputs. With `by_defaults`, it is the mean over
     the ranges of single inputs, which is NNCF's own default. This mean clips outliers in the activations of pre-trained
     models. Operations whose names are in `floats` are not quantized.
@@ -21,29 +26,31 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
         NotSupported: NNCF is not installed.
     """
     samples = list(inputs)
+    images = sum(len(next(iter(each.values())) if isinstance(each, dict) else each) for each in samples)
     with silent():
         nncf = required_module("nncf", "int8", "a file of 8 bits")
         ranges = required_module("nncf.quantization.range_estimator", "int8", "a file of 8 bits")
-        parameters = nncf.AdvancedQuantizationParameters(
-            activations_range_estimator_params=ranges.RangeEstimatorParametersSet.MINMAX
-        )
+        parameters = nncf.AdvancedQuantizationParameters(disable_bias_correction=images < CORRECTED)
+        if not by_defaults:
+            parameters.activations_range_estimator_params = ranges.RangeEstimatorParametersSet.MINMAX
         return nncf.quantize(
             model,
             nncf.Dataset(samples),
             model_type=nncf.ModelType.TRANSFORMER,
             subset_size=len(samples),
             ignored_scope=nncf.IgnoredScope(names=list(floats)) if floats else None,
-            advanced_parameters=None if by_defaults else parameters,
+            advanced_parameters=parameters,
         )
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Suppresses what other libraries print, and their log messages up to the level of warnings."""
+    """Suppresses what other libraries print, their warnings, and their log messages up to the level of warnings."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(disabled)

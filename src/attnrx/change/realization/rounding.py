@@ -83,19 +83,20 @@ class EightBits(TorchFunctionMode):
         bias: Float[Tensor, "outputs"] | None = None,
     ) -> Float[Tensor, "*batch outputs"]:
         index, self._calls = self._calls, self._calls + 1
-        exact = F.linear(input, weight, bias)
-        if not (input.numel() and weight.numel()):
-            return exact
-        if self._calibrates:
+        is_empty = not (input.numel() and weight.numel())
+        if self._calibrates and not is_empty:
             self._widen(index, ChannelRanges.of(input))
-            return exact
+        if self._calibrates or is_empty:
+            return F.linear(input, weight, bias)
         if index >= len(self.ranges) or len(self.ranges[index].low) != weight.shape[1]:
             raise NotSupported("bits=8: the maps that this model computes differ from one pass to the next.")
         factors = smoothing_factors(self.ranges[index], weight)
         low, high = (self.ranges[index].low / factors).min(), (self.ranges[index].high / factors).max()
-        rounded = F.linear(rounded_inputs(input / factors, low, high), rounded_rows(weight * factors), bias)
-        error = (rounded - exact).detach()
-        return rounded - error.mean(tuple(range(error.ndim - 1)))
+        inputs, rows = rounded_inputs(input / factors, low, high), rounded_rows(weight * factors)
+        # A map is linear, so the mean error of its outputs follows from the mean inputs.
+        first = tuple(range(input.ndim - 1))
+        error = F.linear(inputs.detach().mean(first), rows.detach()) - F.linear(input.detach().mean(first), weight)
+        return F.linear(inputs, rows, (-error if bias is None else bias - error.detach()))
 
     def _widen(self, index: int, ranges: ChannelRanges) -> None:
         if index < len(self.ranges):
@@ -118,17 +119,28 @@ def rounded_inputs(inputs: Float[Tensor, "*_"], low: Float[Tensor, ""], high: Fl
     """Returns the inputs rounded to 256 evenly spaced numbers from `low` to `high`, which include zero."""
     step = ((high.clamp_min(0) - low.clamp_max(0)) / INPUT_STEPS).clamp_min(torch.finfo(inputs.dtype).tiny)
     zero = (-low.clamp_max(0) / step).round()
-    return _with_gradient(inputs, ((inputs / step).round() + zero).clamp(0, INPUT_STEPS).sub(zero) * step)
+    return _Rounded.apply(inputs, step, -zero, INPUT_STEPS - zero)
 
 
 def rounded_rows(weight: Float[Tensor, "outputs inputs"]) -> Float[Tensor, "outputs inputs"]:
     """Returns the weights rounded to 255 evenly spaced numbers around zero, with a separate step for every row."""
     step = (weight.detach().abs().amax(1, keepdim=True) / WEIGHT_STEPS).clamp_min(torch.finfo(weight.dtype).tiny)
-    return _with_gradient(weight, (weight / step).round() * step)
+    return _Rounded.apply(weight, step, step.new_tensor(-WEIGHT_STEPS), step.new_tensor(WEIGHT_STEPS))
 
 
-def _with_gradient(exact: Tensor, rounded: Tensor) -> Tensor:
-    return exact + (rounded - exact).detach()
+class _Rounded(torch.autograd.Function):
+    """Rounds numbers to multiples of a step, from `least` to `most` steps. Gradients pass unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: Tensor, step: Tensor, least: Tensor, most: Tensor) -> Tensor:
+        del ctx
+        # In place, because these passes over all activations take as long as the products.
+        return exact.div(step).round_().clamp_(least, most).mul_(step)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        del ctx
+        return gradients[0], None, None, None
 
 
 def rounded(run: Callable[[Tensor], Tensor], inputs: Iterable[Tensor], bits: int | None) -> Callable[[Tensor], Tensor]:
