@@ -16,14 +16,13 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning.cost_table import (
     JOINT,
     PER_MAC,
-    STAGES,
     CostTable,
-    _some_at,
     bounded,
     corrected,
     exact_cost_table,
     never_slower,
     nonnegative_fit,
+    staged_models,
     with_savings,
 )
 from attnrx.decide.planning.measured_costs import _Timer, file_cost_table
@@ -85,7 +84,7 @@ def test_blocks_give_the_same_at_every_number_of_tokens_in_a_runtime(name: str |
     own = planned.spanned()
     if name is not None:  # biases, or rotations, of all patches
         model = rx.load(pretrained.of_timm(name, depth=3)).float()
-        own = replace(own, model=model, _pieces={})
+        own = replace(own, model=model, axes=("tokens",), _pieces={})
     protocol = replace(SETTINGS.protocol, conditions=Conditions(threads=1))
     noise = replace(SETTINGS, batch=7).noise(own.model)  # no number of tokens: torch.export takes equal sizes for one
     timer, eager = _Timer(own, protocol, noise, parse_format(form)), _Timer(own, protocol, noise)
@@ -241,7 +240,7 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
         "own": nothing,
         **halves,
         JOINT: replace(halves["qk"], vo=halves["vo"].vo),
-        **{str(stages): _some_at(even, stages) for stages in STAGES},
+        **{str(index): choices for index, choices in enumerate(staged_models(even))},
     }
     requested: list[tuple[str, ...]] = []
 
@@ -250,7 +249,7 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
         return {name: known.total(chosen[name]) for name in models}
 
     found = corrected(cost_table, even, timing)
-    assert requested == [("own", *RANKS, JOINT, "1", "3", "None")]  # in one run
+    assert requested == [("own", *RANKS, JOINT, "0", "1")]  # in one run
     assert found.total(nothing) == pytest.approx(1.25) and found.total(some) == pytest.approx(truth.total(some))
     for axis in RANKS:
         cut = some.with_choice(axis, 0, 4)
@@ -263,6 +262,6 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     free = corrected(cost_table, even, partial(timing, known=faster))
     assert (free.stages >= cost_table.stages).all() and free.total(nothing) == pytest.approx(1.25)
     assert free.total(some) < 1.25 * cost_table.total(some)
-    assert free.total(some) == pytest.approx(faster.total(some), rel=0.01)
+    assert free.total(some) == pytest.approx(faster.total(some), rel=0.02)
     ranks = corrected(cost_table, replace(even, axes=RANKS, reducer=None, _pieces={}), timing)
     assert requested[-1] == ("own", *RANKS, JOINT) and (ranks.stages == cost_table.stages).all()

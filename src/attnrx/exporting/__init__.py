@@ -8,6 +8,7 @@ from attnrx.exporting.baseline import (
     UNCHANGED,
     Baseline,
     Draft,
+    PartDraft,
     few_images,
     library_subject,
     temporary_files,
@@ -16,6 +17,7 @@ from attnrx.exporting.baseline import (
     with_8_bits,
     without_8_bits,
     without_blocks,
+    written_files,
 )
 from attnrx.exporting.exported import (
     Exported,
@@ -36,7 +38,6 @@ from attnrx.exporting.writing import (
     DYNAMIC,
     ExportSubject,
     PatchFeatures,
-    Runtime,
     bare_subject,
     compare_with_original,
     export,
@@ -48,10 +49,10 @@ from attnrx.exporting.writing import (
 
 __all__ = [
     "DYNAMIC", "FORMATS", "UNCHANGED", "AOTInductor", "Baseline", "Draft", "ExportSubject", "Exported",
-    "Format", "Images", "Int8", "Onnx", "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject",
+    "Format", "Images", "Int8", "Onnx", "OpenVINO", "PartDraft", "PatchFeatures", "Program", "bare_subject",
     "compare_with_original", "copy_export", "dtype_name", "export", "few_images", "fitting_names", "is_exported",
     "library_subject", "load_exported", "parse_format", "precision_for", "present_exports", "present_script",
     "remove_export", "require_export_path", "require_replaceable_files", "result_path", "subject_of",
     "temporary_files", "vendor_file", "vendor_title", "with_8_bits", "without_8_bits", "without_blocks",
-    "write_exported",
+    "write_exported", "written_files",
 ]  # fmt: skip

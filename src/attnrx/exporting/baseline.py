@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from attnrx.data import ImageSet
-from attnrx.exporting.exported import Exported, result_path
-from attnrx.exporting.formats import INPUT, AOTInductor, Format, library, raising, to_numpy
+from attnrx.exporting.exported import Exported, Images, result_path
+from attnrx.exporting.formats import INPUT, AOTInductor, Format, dtype_name, library, raising, to_numpy
 from attnrx.exporting.quantizing import quantized, silent
 from attnrx.exporting.runtime_formats import BATCH, Int8, Onnx, OpenVINO, converted_by_openvino
-from attnrx.exporting.writing import CAPTURED, ExportSubject, bare_subject, subject_of, write_exported
+from attnrx.exporting.writing import CAPTURED, ExportSubject, bare_subject, captured, subject_of, write_exported
 from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError
 from attnrx.support.modules import copy_module
@@ -146,7 +146,48 @@ class Draft:
         return write_exported(self.subject, path, self.form, is_compared=self.is_compared)
 
 
-def temporary_files(drafts: Mapping[str, Draft], in_subprocess: bool) -> dict[str, Exported | AttnrxError]:
+@dataclass(frozen=True, eq=False)
+class PartDraft:
+    """A part of a model to write, e.g. some blocks, for inputs like the `example` [batch, tokens, width].
+
+    The second axis of the inputs may have any size. The part must be on the device of the example, and in its dtype.
+    """
+
+    part: nn.Module
+    example: Tensor
+    form: Format
+    by_vendor: ClassVar[bool] = False
+
+    def write(self, path: Path) -> Exported:
+        """Writes the file. Only `Exported.opened` can run it.
+
+        Raises:
+            NotSupported: The part cannot be written.
+        """
+        with raising(f"a part of this model cannot be timed as {self.form.name}"):
+            # With AUTO, the size becomes fixed if a block needs all tokens, e.g. for pairwise biases. A named size
+            # would raise an error.
+            program = captured(self.part, self.example, ({1: torch.export.Dim.AUTO},))
+            self.form.write(program, path, [self.example])
+        precision, device = dtype_name(self.example.dtype), str(self.example.device)
+        return Exported(path, self.form, Images((1, 1, 1), precision, None, device, (*self.example.shape[1:],)), {})
+
+
+def written_files(drafts: Mapping[str, Draft | PartDraft], in_subprocess: bool = False) -> dict[str, Exported]:
+    """Writes files to temporary folders, as `temporary_files` does.
+
+    Raises:
+        NotSupported: A file cannot be written.
+    """
+    files = dict[str, Exported]()
+    for name, file in temporary_files(drafts, in_subprocess).items():
+        if not isinstance(file, Exported):
+            raise file
+        files[name] = file
+    return files
+
+
+def temporary_files(drafts: Mapping[str, Draft | PartDraft], in_subprocess: bool) -> dict[str, Exported | AttnrxError]:
     """Writes files to temporary folders. If a file cannot be written, the error is returned in its place.
 
     A folder is deleted once its file is no longer in use. With `in_subprocess`, another process writes some of the
@@ -171,7 +212,7 @@ def temporary_files(drafts: Mapping[str, Draft], in_subprocess: bool) -> dict[st
     return files
 
 
-def _attempt(draft: Draft, path: Path) -> Exported | AttnrxError:
+def _attempt(draft: Draft | PartDraft, path: Path) -> Exported | AttnrxError:
     try:
         return draft.write(path)
     except AttnrxError as error:

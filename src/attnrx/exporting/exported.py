@@ -157,7 +157,7 @@ class Exported(nn.Module):
                 f"{self.path.name} takes [batch, {', '.join(map(str, self.images.sizes))}] at {self.images.precision}; "
                 f"found {list(images.shape)} at {dtype_name(images.dtype)}."
             )
-        run = self._run(torch.get_num_threads())  # this comes first, because it checks the device
+        run = self.opened(torch.get_num_threads())  # this comes first, because it checks the device
         placed = self.images.as_items(images.to(self.images.device))
         with torch.no_grad():
             found = run(placed) if self.images.batch is None else _chunked_forward(run, placed, self.images.batch)
@@ -166,7 +166,13 @@ class Exported(nn.Module):
             return outputs[0]
         return dict(zip(self.output_sizes, outputs, strict=True)) if self.output_sizes else outputs
 
-    def _run(self, threads: int) -> Run:
+    def opened(self, threads: int) -> Run:
+        """Returns a function that runs the file on a number of CPU threads, without checks of its input.
+
+        Raises:
+            NotSupported: The file was exported for a device that this machine does not have.
+            CheckpointError: The runtime cannot open the file.
+        """
         # A session keeps the number of threads that it was started with, so every thread count has its own session.
         if threads not in self._runs:
             if not DEVICE.accepts(self.images.device):

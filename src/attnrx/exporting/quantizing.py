@@ -17,10 +17,10 @@ CORRECTED = 32
 def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, by_defaults: bool = False) -> Any:
     """Returns a graph with 8-bit matrix products, quantized by NNCF's scheme for transformers.
 
-    NNCF applies SmoothQuant and, with at least CORRECTED images, corrects biases. To measure the ranges of activations, it calls the graph once with
-    every item of `inputs`. By default, an activation's range covers all inputs. With `by_defaults`, it is the mean over
-    the ranges of single inputs, which is NNCF's own default. This mean clips outliers in the activations of pre-trained
-    models. Operations whose names are in `floats` are not quantized.
+    NNCF applies SmoothQuant and, with at least CORRECTED images, corrects biases. To measure the ranges of activations,
+    it calls the graph once with every item of `inputs`. By default, an activation's range covers all inputs. With
+    `by_defaults`, it is the mean over the ranges of single inputs, which is NNCF's own default. This mean clips
+    outliers in the activations of pre-trained models. Operations whose names are in `floats` are not quantized.
 
     Raises:
         NotSupported: NNCF is not installed.

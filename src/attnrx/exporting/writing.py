@@ -402,39 +402,6 @@ def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | 
     return _simplified(program)
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """The runtime in which parts of a model are timed.
-
-    Without a `form`, parts run in PyTorch under the `conditions`. With a `form`, parts run in the format's runtime, on
-    the device and with the number of threads in the conditions.
-    """
-
-    conditions: Conditions
-    form: Format | None = None
-
-    def prepare(self, module: nn.Module, example: Float[Tensor, "batch *sizes"]) -> Callable[[Tensor], Any]:
-        """Returns a function that runs a module, e.g. some blocks, on inputs like the example.
-
-        The second axis of the inputs, e.g. the tokens, may have any size. The module itself is not changed.
-
-        Raises:
-            NotSupported: The module cannot be written in the format.
-        """
-        if self.form is None:
-            return self.conditions.prepare(module)
-        form = self.form
-        ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])
-        threads = self.conditions.threads or torch.get_num_threads()
-        # With AUTO, the size becomes fixed if a block needs all tokens, e.g. for pairwise biases. A named size would
-        # raise an error.
-        with scratch_folder() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
-            program = captured(ready, example, ({1: torch.export.Dim.AUTO},))
-            path = folder / f"part{form.suffix}"
-            form.write(program, path, [example])
-            return form.open(path, self.conditions.device, threads)
-
-
 class _FourAxes(TorchFunctionMode):
     """Adds a head axis of size 1 to attention that has none, such as SAM's, because ONNX requires this axis."""
 

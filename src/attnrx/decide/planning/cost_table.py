@@ -227,7 +227,7 @@ def corrected(
     space: Space,
     latency_shares: Callable[[Mapping[str, nn.Module]], Mapping[str, float]],
     axes: Collection[str] = RANKS,
-    stages: Sequence[int | None] = STAGES,
+    staged: Mapping[Choices, nn.Module] | None = None,
 ) -> CostTable:
     """Corrects a table of block costs by timing whole models. The new costs are shares of the baseline's latency.
 
@@ -239,10 +239,10 @@ def corrected(
       on this axis.
     - A model with a middle level of both qk and vo. Its latency sets a factor for the difference between their joint
       savings and the sum of their separate savings.
-    - Models with token reduction, one for each number of stages in `stages`. Three numbers are fitted to their
-      latencies by least squares. Two of them make up the cost of a stage: a constant, and a part proportional to the
-      stage's number of input tokens. The third is a share of the savings that the table predicts for fewer tokens. A
-      whole model does not achieve this share, e.g. because the weights of a block that is timed alone stay in the
+    - Models with token reduction (`staged`, by default the models of `staged_models`). Three numbers are fitted to
+      their latencies by least squares. Two of them make up the cost of a stage: a constant, and a part proportional to
+      the stage's number of input tokens. The third is a share of the savings that the table predicts for fewer tokens.
+      A whole model does not achieve this share, e.g. because the weights of a block that is timed alone stay in the
       cache. If the whole model saves more than predicted, the share is negative.
     """
     # Timings of single blocks miss effects in whole models, such as weights that leave the cache. A few whole models
@@ -250,13 +250,14 @@ def corrected(
     unchanged = Choices.nothing(space.depth)
     available = {axis: levels for axis in axes if (levels := space.available(axis))}
     ranks = {axis: space.uniform(axis, levels[len(levels) // 2]) for axis, levels in available.items()}
-    some = {str(count): _some_at(space, count) for count in stages} if TOKENS in space.axes else {}
+    staged = staged_models(space) if staged is None else staged
+    some = {str(index): choices for index, choices in enumerate(staged)}
     pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
     joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}
     if joint and abs(sum(map(cost_table.total, pair)) - sum(map(cost_table.total, (unchanged, joint[JOINT])))) < LEAST:
         joint = {}  # the table adds them up
-    models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **joint, **some}.items()}
-    shares = latency_shares({OWN: space.model, **models})
+    models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **joint}.items()}
+    shares = latency_shares({OWN: space.model, **models, **dict(zip(some, staged.values(), strict=True))})
     # Total costs are divided by `whole`. Scaling it gives the unchanged model its measured share.
     cost_table = replace(cost_table, whole=cost_table.whole * cost_table.total(unchanged) / shares[OWN])
     # For every axis, the measured savings and the predicted savings.
@@ -282,7 +283,7 @@ def corrected(
     saved_by_tokens = np.array([shares[OWN] - cost_table.total(choices) for choices in some.values()])
     # Tokens are counted as shares of all tokens, so both parts of a stage's cost have the same unit. In a shallow
     # model, some plans coincide, and there may be fewer plans than unknowns. The constant is then left out.
-    columns = np.stack([stage_tokens / tokens, saved_by_tokens, num_stages], axis=1)[:, : len(set(some.values()))]
+    columns = np.stack([stage_tokens / tokens, saved_by_tokens, num_stages], axis=1)[:, : len(some)]
     # A whole model may also save more than its blocks. So the fitted share is missed + MORE, which is never negative.
     fit = nonnegative_fit(columns, missing + MORE * saved_by_tokens)
     slope, missed, constant = [*fit, *(0.0, MORE, 0.0)[len(fit) :]]
@@ -350,13 +351,18 @@ def with_savings(cost_table: CostTable, factors: Mapping[str, float]) -> CostTab
     )
 
 
-def _some_at(space: Space, stages: int | None) -> Choices:
-    """Returns a plan that prunes half of the patches, in equal parts, at stages that are spread over the layers."""
-    layers = space.spread(stages)
-    count = max(space.patches // (2 * len(layers)), 1)
-    return replace(
-        Choices.nothing(space.depth), num_pruned=tuple(count * (layer in layers) for layer in range(space.depth))
-    )
+def staged_models(space: Space, stages: Sequence[int | None] = STAGES) -> dict[Choices, nn.Module]:
+    """Returns models that prune half of the patches, in equal parts, at stages that are spread over the layers.
+
+    There is one model for each number in `stages`. In a shallow model, some of them coincide.
+    """
+    models, none = dict[Choices, nn.Module](), Choices.nothing(space.depth)
+    for layers in map(space.spread, stages if TOKENS in space.axes else ()):
+        count = max(space.patches // (2 * len(layers)), 1)
+        choices = replace(none, num_pruned=tuple(count * (layer in layers) for layer in range(space.depth)))
+        if choices not in models:
+            models[choices] = realize(space.model, space.prescription(choices))
+    return models
 
 
 def never_slower(

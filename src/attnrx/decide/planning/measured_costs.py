@@ -30,6 +30,7 @@ from attnrx.decide.planning.cost_table import (
     exact_cost_table,
     never_slower,
     saving_factor,
+    staged_models,
     with_savings,
 )
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
@@ -38,13 +39,13 @@ from attnrx.exporting import (
     Draft,
     Exported,
     Format,
-    Runtime,
+    PartDraft,
     dtype_name,
     few_images,
     parse_format,
     precision_for,
-    temporary_files,
     without_blocks,
+    written_files,
 )
 from attnrx.nouns.effort import LONG_PASS, MIN_TIMED_IMAGES, ROUND_FACTOR, PlanSettings, final_rounds
 from attnrx.support.errors import AttnrxError, NotSupported
@@ -231,13 +232,16 @@ def file_cost_table(
     images: Float[Tensor, "batch channels height width"],
     form: Format,
     baseline: Baseline,
+    write: Callable[[Mapping[str, PartDraft]], Mapping[str, Exported]] = written_files,
 ) -> CostTable:
     """Times the whole model, and unchanged blocks at several numbers of tokens, in the runtime of an export format.
+
+    `write` writes the files with parts of the model.
 
     Lower ranks are not timed one by one. The share of a block's time that a lower rank saves is assumed to be
     proportional to the share of multiply-accumulates that it saves. The factor is measured at one rank for each axis.
     """
-    timer, counts = _Timer(space, protocol, images, form), np.arange(space.shape.layout.tokens + 1)
+    timer, counts = _Timer(space, protocol, images, form, write), np.arange(space.shape.layout.tokens + 1)
     times = timer.steps(counts) * _interpolated(counts, timer.grid, timer.block({}))
     exact = exact_cost_table(space, "macs")
     of_mlp = exact.mlp[:, :1]  # [layer, 1, tokens]
@@ -319,16 +323,26 @@ class _Timer:
 
     All times are relative to the time of the original block with all tokens. If the plan may prune tokens, the timed
     blocks are the blocks after a token stage. Otherwise, the first blocks of the model are timed.
+
+    `write` writes files for the runtime of a `form`. Most files are needed in any case, so it gets them all at once,
+    and can write several at the same time.
     """
 
-    def __init__(self, space: Space, protocol: LatencyProtocol, images: Tensor, form: Format | None = None):
-        self.space, self.protocol, self.images = space, protocol, images
+    def __init__(
+        self,
+        space: Space,
+        protocol: LatencyProtocol,
+        images: Tensor,
+        form: Format | None = None,
+        write: Callable[[Mapping[str, PartDraft]], Mapping[str, Exported]] = written_files,
+    ):
+        self.space, self.protocol, self.images, self.form, self.write = space, protocol, images, form, write
         tokens = space.shape.layout.tokens
         # Without the token axis, the grid has only the full number of tokens. torch.export treats a size of 1 as fixed,
         # so there are at least two patches.
         least = min(space.shape.layout.prefix + 2, tokens)
         grid = self.grid = sorted({max(least, round(share * tokens)) for share in TIMED})
-        self.conditions, self.runtime = protocol.conditions, Runtime(protocol.conditions, form)
+        self.conditions = protocol.conditions
         self.family, self.is_in_library = family_of(space.model), form is None
         self.prunes_tokens = TOKENS in space.axes
         first = min(STAGE_LAYER, space.depth - 1) if self.prunes_tokens else 0
@@ -351,7 +365,11 @@ class _Timer:
         # The model may run a batch in chunks. `whole` then divides by the number of calls per block.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
-        self._ready: dict[tuple[range, bool, bool], Callable[[torch.Tensor], Any]] = {}  # cached runs
+        # The runs of the unchanged model's parts, and for files also the runs in which one axis has a middle level.
+        self._ready: dict[tuple[nn.Module, range, bool, bool], Callable[[torch.Tensor], Any]] = {}
+        self.pruned = {} if form is None else self._with_middle_levels()
+        if form is not None:
+            self._prepare_files()
         self.original = self._prepared(space.model, self.layers)
         # The time of a call without blocks, in units of the original block. A model is called only once, so this is
         # subtracted from the times of blocks.
@@ -365,9 +383,39 @@ class _Timer:
         self, model: nn.Module, layers: range, shortened: bool = False, after_stage: bool = False
     ) -> Callable[[torch.Tensor], Any]:
         """Returns a function that runs these blocks in the runtime, as they run before or after a token stage."""
-        key = layers, shortened, after_stage
-        if model is self.space.model and key in self._ready:
+        key = model, layers, shortened, after_stage
+        if key in self._ready:
             return self._ready[key]
+        (run,) = self._runs([self._part(*key)])
+        if model is self.space.model:
+            self._ready[key] = run
+        return run
+
+    def _prepare_files(self) -> None:
+        """Writes the files of all parts that are timed in any case."""
+        own, layers = self.space.model, self.layers
+        keys = [(own, layers, False, False), (own, range(0), False, False)]
+        keys += [(own, layers, False, True)] if self.prunes_tokens else []
+        keys += [(model, layers, False, False) for _, model in self.pruned.values()]
+        self._ready |= zip(keys, self._runs([self._part(*key) for key in keys]), strict=True)
+
+    def _runs(self, parts: Sequence[tuple[nn.Module, Tensor]]) -> list[Callable[[torch.Tensor], Any]]:
+        """Returns a function that runs a part in the runtime, for every part and its example."""
+        conditions, form = self.conditions, self.form
+        if form is None:
+            return [conditions.prepare(part) for part, _ in parts]
+        to = conditions.device, PRECISIONS[conditions.precision]
+        drafts = {
+            f"part {index}": PartDraft(copy_module(part).eval().to(*to), example, form)
+            for index, (part, example) in enumerate(parts)
+        }
+        files, threads = self.write(drafts), conditions.threads or torch.get_num_threads()
+        return [files[name].opened(threads) for name in drafts]
+
+    def _part(
+        self, model: nn.Module, layers: range, shortened: bool, after_stage: bool
+    ) -> tuple[nn.Module, Float[Tensor, "batch tokens width"]]:
+        """Returns these blocks as one module, with an example of its input."""
         # After a stage, the example has fewer tokens. The full number could equal the size of a position table, and the
         # export would then treat it as fixed.
         rows, reduction, staged = self.rows[self.grid[0 if after_stage else -1]], None, model
@@ -379,11 +427,7 @@ class _Timer:
             # The caller passes tokens as they are after a stage, so a stage inside the block must keep all of them.
             reduction.policy = replace(policy, keep=(1.0,))
         blocks = blocks_of(staged, self.family)[layers.start : layers.stop]
-        called = _Called(blocks, self.call, getattr(staged, "last", None) if shortened else None, reduction)
-        run = self.runtime.prepare(called, rows)
-        if model is self.space.model:
-            self._ready[key] = run
-        return run
+        return _Called(blocks, self.call, getattr(staged, "last", None) if shortened else None, reduction), rows
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Times a block with these levels of the axes, after a token stage, at every number of tokens in the grid.
@@ -398,16 +442,21 @@ class _Timer:
             model = realize(model, self.space.prescription(choices))
         return self._times(model, self.layers, False) / len(self.layers)
 
-    def saved(self) -> dict[str, tuple[int, float]]:
-        """Returns a middle level for each axis, and the time that this level saves in a block with all tokens."""
-        space, levels, runs = self.space, dict[str, int](), dict[str, Callable[[], object]]()
+    def _with_middle_levels(self) -> dict[str, tuple[int, nn.Module]]:
+        """Returns a middle level for each axis, and the model with this level in all layers."""
+        space, found = self.space, dict[str, tuple[int, nn.Module]]()
         for axis in RANKS:
             if available := space.available(axis):
-                levels[axis] = available[len(available) // 2]
-                model = realize(space.model, space.prescription(space.uniform(axis, levels[axis])))
-                runs[axis] = partial(self._prepared(model, self.layers), self.all_tokens)
+                level = available[len(available) // 2]
+                found[axis] = level, realize(space.model, space.prescription(space.uniform(axis, level)))
+        return found
+
+    def saved(self) -> dict[str, tuple[int, float]]:
+        """Returns a middle level for each axis, and the time that this level saves in a block with all tokens."""
+        pruned = self.pruned.items()
+        runs = {axis: partial(self._prepared(model, self.layers), self.all_tokens) for axis, (_, model) in pruned}
         seconds = self._turns(runs) if runs else {}
-        return {axis: (level, 1 - seconds[axis] / len(self.layers)) for axis, level in levels.items()}
+        return {axis: (level, 1 - seconds[axis] / len(self.layers)) for axis, (level, _) in pruned}
 
     def last(self) -> np.ndarray:
         """Returns the last block's times. If the model supports it, the last block computes only the class token."""
@@ -471,7 +520,8 @@ class _Timer:
         # The time of all blocks together is the model's time minus its time with identity blocks in their place.
         models, runs = (space.model, without_blocks(space.model)), dict[str, Callable[[], object]]()
         for name, model, file in zip_longest(("own", "empty"), models, files):
-            runs[name] = partial(file or self.runtime.prepare(model, images), images)
+            (run,) = self._runs([(model, images)]) if file is None else (file,)
+            runs[name] = partial(run, images)
         seconds = self._turns(runs)
         # The unit is one call of the original block. A model that runs the batch in chunks calls it `parts` times.
         total, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
@@ -562,6 +612,7 @@ class PlanTimer:
             form, noise = format_of(settings), settings.noise(space.model)
             # For files, `file_cost_table` has already measured the savings of ranks and hidden units.
             axes, stages = (RANKS, STAGES) if form is None else ((), STAGES_OF_FILES)
+            staged = staged_models(space, stages)
             if not represents_all(space):
                 # One block's time says nothing about the others, so costs start from their multiply-accumulates.
                 blocks, axes = replace(exact_cost_table(space, "macs"), quantity="latency"), RANKS
@@ -571,10 +622,12 @@ class PlanTimer:
                 arguments, forked = (space, settings.protocol, noise, settings.timed_levels), settings.in_subprocess
                 blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             else:  # in this process, because the runtime of a format allocates its memory itself
-                blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline)
+                # The files of models with stages take long to write, so they are written beside the others.
+                write = partial(self._files, dict(zip(map(str, staged), staged.values(), strict=True)))
+                blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline, write)
             # All costs follow from the timing of a few files, so it takes more rounds.
             rounds = settings.whole_rounds * (1 if form is None else ROUND_FACTOR)
-            table = corrected(blocks, space, partial(self.latency_shares, rounds=rounds), axes, stages)
+            table = corrected(blocks, space, partial(self.latency_shares, rounds=rounds), axes, staged)
             return bounded(table, exact_cost_table(space, "macs"))
 
         return cached_cost_table(self.space, self.settings, measure)
@@ -646,19 +699,21 @@ class PlanTimer:
             compare_latencies, timed, baseline, images, protocol, in_subprocess=settings.in_subprocess, on_line=self.log
         )
 
-    def _files(self, models: Mapping[str, nn.Module]) -> dict[str, Exported]:
+    def _files(
+        self, models: Mapping[str, nn.Module], parts: Mapping[str, PartDraft] | None = None
+    ) -> dict[str, Exported]:
         """Writes files for timing. They run the same operations as final files, but are calibrated on fewer images.
 
+        With `parts`, also writes parts of models, and returns their files.
+
         Raises:
-            NotSupported: A model cannot be written in the format.
+            NotSupported: A model or a part cannot be written in the format.
         """
-        form, few, written = format_of(self.settings), few_images(self.images), self._written
+        form, few, known = format_of(self.settings), few_images(self.images), self._written
         assert form is not None
         if (unchanged := self.baseline.unchanged) is not None:
-            written[self.space.model] = unchanged
-        drafts = {name: Draft.of(model, form, few) for name, model in models.items() if model not in written}
-        for name, file in temporary_files(drafts, self.settings.in_subprocess).items():
-            if not isinstance(file, Exported):
-                raise file
-            written[models[name]] = file
-        return {name: written[model] for name, model in models.items()}
+            known[self.space.model] = unchanged
+        drafts = {name: Draft.of(model, form, few) for name, model in models.items() if model not in known}
+        made = written_files({**drafts, **(parts or {})}, self.settings.in_subprocess)
+        known |= {models[name]: made[name] for name in drafts}
+        return made | {name: known[model] for name, model in models.items()}
