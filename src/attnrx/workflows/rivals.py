@@ -280,17 +280,19 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
 
 
 def _outputs_of(files: Mapping[str, Exported], original: nn.Module, images: ImageSet) -> dict[str, Predictions]:
-    """Runs the original and all files on the images. Several files run at once, each on one CPU thread."""
+    """Runs the original and all files on the images. Several models run at once, each file on one CPU thread."""
     about: dict[str, Any] = {"batch_size": COMPARED_BATCH, "device": next(original.parameters()).device}
+    available = torch.get_num_threads()
 
-    def outputs(file: nn.Module) -> Predictions:
-        with Conditions(threads=1).held():
-            return Comparison(file, original, images, **about).outputs
+    def run(model: nn.Module, threads: int) -> None:
+        with Conditions(threads=threads).held():
+            _ = Comparison(model, model, images, **about).outputs  # kept for the comparisons below
 
-    with keeping_outputs(), ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        _ = Comparison(original, original, images, **about).outputs  # kept for the comparisons below
-        running = {name: pool.submit(copy_context().run, outputs, file) for name, file in files.items()}
-        return {name: each.result() for name, each in running.items()}
+    with keeping_outputs(), ThreadPoolExecutor(available) as pool:
+        counts = [(original, max(available - len(files), 1)), *((file, 1) for file in files.values())]
+        for running in [pool.submit(copy_context().run, run, *each) for each in counts]:
+            running.result()
+        return {name: Comparison(file, original, images, **about).outputs for name, file in files.items()}
 
 
 def _line(file: MeasuredFile, baseline: str, noun: str) -> str:

@@ -527,9 +527,14 @@ class ShrinkRun:
         with scratch_folder() as folder:
             candidate = model
             if form is not None:
-                subject = subject_of(model, form, self.images.planned)
+                subject = subject_of(model, form, self._calibration)
                 candidate = write_exported(subject, folder / f"model{form.suffix}", form)
             return predict({"original": self.original, "result": candidate}, images, task="comparing outputs")
+
+    @property
+    def _calibration(self) -> FixedImages:
+        """The images that calibrate 8-bit files."""
+        return self.images.planned.take(min(self.effort.calibrated_images, len(self.images.planned)))
 
     def _planned(self, target: Target) -> Plan | TargetMet:
         images, shared = (self.planned, self.images.predicted), {"settings": self.settings, "reference": self.original}
@@ -580,7 +585,7 @@ class ShrinkRun:
         begin("measuring speed")
         rounds = final_rounds(settings.batch, family_of(self.original).costs(self.original).macs, of_files=True)
         protocol = replace(settings.protocol, rounds=rounds)
-        images, noise = (self.images.planned, self.images.verified), settings.noise(self.original)
+        images, noise = (self._calibration, self.images.verified), settings.noise(self.original)
         about = *images, protocol, noise, settings.log, self.baseline
         shared = {"class_names": self.class_names, "in_subprocess": settings.in_subprocess}
         return measure_files(self.original, model, form, *about, **shared)
