@@ -5,13 +5,20 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from itertools import islice
 from typing import Any
 
+import torch
+
 from attnrx.support.optional import required_module
+from attnrx.support.rounding import ChannelRanges, is_inexact, rounded_linear
+from attnrx.support.shapes import Tensor
 
 # Biases are corrected only with at least CORRECTED images. A file with fewer images is usually only timed, and the
 # correction takes NNCF as long as everything else.
 CORRECTED = 32
+# About how many images show which maps cannot be rounded to 8 bits.
+SHOWN = 32
 
 
 def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, by_defaults: bool = False) -> Any:
@@ -41,6 +48,37 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
             ignored_scope=nncf.IgnoredScope(names=list(floats)) if floats else None,
             advanced_parameters=parameters,
         )
+
+
+def inexact_maps(program: torch.export.ExportedProgram, images: Sequence[Tensor]) -> set[str]:
+    """Returns the names of the linear maps in a program that cannot be rounded to 8 bits (`is_inexact`).
+
+    `images` are batches [batch, ...] of inputs. The first SHOWN images are used.
+    """
+    maps = _Rounding(program.module(check_guards=False))
+    with torch.no_grad():
+        for batch in islice(images, -(-SHOWN // max(len(images[0]), 1)) if images else 0):
+            maps.run(batch)
+    return maps.inexact
+
+
+class _Rounding(torch.fx.Interpreter):
+    """Runs a program, and collects the names of linear maps that would be inexact in 8 bits."""
+
+    def __init__(self, module: torch.fx.GraphModule):
+        super().__init__(module)
+        self.inexact = set[str]()
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        exact = super().run_node(n)
+        if n.target is torch.ops.aten.linear.default:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            operands: Any = (*args, *kwargs.values(), None)
+            input, weight, bias = operands[:3]
+            if exact.numel() and exact.ndim > 1:
+                rounded = rounded_linear(input, weight, bias, ChannelRanges.of(input))
+                self.inexact |= {n.name} if is_inexact(rounded, exact) else set()
+        return exact
 
 
 @contextmanager

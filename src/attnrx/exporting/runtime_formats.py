@@ -4,7 +4,7 @@ import ctypes
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from attnrx.exporting.formats import INPUT, ROUNDING, AOTInductor, Format, Program, Run, library, run_script, to_numpy
-from attnrx.exporting.quantizing import quantized, silent
+from attnrx.exporting.quantizing import inexact_maps, quantized, silent
 from attnrx.support.arguments import COUNT, number, one_of, require_fields, whole
 from attnrx.support.foreign_files import open_graph, open_openvino, open_session
 from attnrx.support.optional import unreported
@@ -329,6 +329,7 @@ class Int8(Onnx):
         graph, constants = model.graph, {tensor.name for tensor in model.graph.initializer}
         # Attention is one operation, so all remaining products of two activations compare tokens.
         floats = [node.name for node in graph.node if node.op_type == "MatMul" and constants.isdisjoint(node.input)]
+        floats += products_of(graph, inexact_maps(program, images))
         made = quantized(model, ({graph.input[0].name: to_numpy(batch)} for batch in images), floats)
         use_unsigned_activations(made)
         keep_biases_apart(made)
@@ -344,6 +345,18 @@ class Int8(Onnx):
     def limit(self, dtype: torch.dtype) -> float:
         """Returns `most_difference`, because quantization errors exceed rounding."""
         return self.most_difference
+
+
+def products_of(graph: Any, maps: Collection[str]) -> list[str]:
+    """Returns the names of the matrix products in an ONNX graph that compute these linear maps of a program."""
+    producers = {name: node for node in graph.node for name in node.output}
+    products = {name: node for name, node in producers.items() if node.op_type in ("MatMul", "Gemm")}
+    found = list[str]()
+    for name in maps:
+        # The graph has the output of a map under the map's name. It is the product, or the product and a bias.
+        outputs = (name, *producers[name].input) if name in producers else ()
+        found += [products[output].name for output in outputs if output in products][:1]
+    return found
 
 
 def use_unsigned_activations(model: Any) -> None:
@@ -449,6 +462,7 @@ def fold_norms_(model: Any) -> None:
         for each, weight in zip(maps, weights, strict=True):
             columns = weight if each.get_attributes()["transpose_b"] else weight.T
             product = op.matmul(norm, op.constant(columns * gains.reshape(-1)), False, True)
+            product.set_friendly_name(each.get_friendly_name())
             constant, added = columns @ offsets.reshape(-1), _only_user(each, "Add")
             bias = None if added is None else _constant_of(added)
             if bias is not None and bias.size == bias.shape[-1]:
@@ -585,7 +599,9 @@ class OpenVINO(Format):
         model = converted_by_openvino(program)
         fold_norms_(model)
         if self.calibrated:
-            model = quantized(model, map(to_numpy, images), comparisons(model))
+            inexact = {f"{name}/aten.linear.default/MatMul" for name in inexact_maps(program, images)}
+            names = {node.get_friendly_name() for node in model.get_ordered_ops()}
+            model = quantized(model, map(to_numpy, images), [*comparisons(model), *sorted(inexact & names)])
         divide_attention_(model)
         # By default, OpenVINO would store the weights in float16.
         openvino.save_model(model, str(path), compress_to_fp16=False)

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from attnrx.change.predictions import outputs_of
-from attnrx.change.realization.rounding import rounded
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import COUNT, RATE, SEED, checked, each, optional, require_fields, whole
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import copy_module, evaluating, trainable
 from attnrx.support.progress import track
+from attnrx.support.rounding import rounded
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import InputValidation, family_of
 from attnrx.vit.models.boundary.verbs import verb

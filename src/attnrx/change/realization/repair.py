@@ -13,7 +13,6 @@ from torch import nn
 
 from attnrx.change.decompositions import RIDGE, gram
 from attnrx.change.realization.distillation import HELD_OUT, Fitted, descend_, improve_
-from attnrx.change.realization.rounding import rounded
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.nouns.effort import MIN_REPAIR_IMAGES
@@ -33,6 +32,7 @@ from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
 from attnrx.support.modules import copy_module, evaluating, rows_of, trainable
 from attnrx.support.progress import track
+from attnrx.support.rounding import rounded
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import (
     InputValidation,
