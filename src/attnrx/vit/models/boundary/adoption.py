@@ -52,6 +52,10 @@ OTHER_ATTENTION = (
 )
 
 
+class _NotCalled(NotSupported):
+    """Raised if a module never calls a Vision Transformer inside it, e.g. because it only calls its blocks."""
+
+
 class _OtherInputs(NotSupported):
     """Raised if a module cannot be called with images alone, or does not return one entry per image."""
 
@@ -93,9 +97,10 @@ def adopt_any(
     """Adopts the largest part of a module that attnrx can read.
 
     If the module is not a supported library model, attnrx tries the Vision Transformers inside it, starting with the
-    largest. If there are none, attnrx searches for transformer blocks by the names and shapes of their parts, and then
-    tries to read only the MLPs. `creation` describes how a library creates the model. `image_size` is passed to `adopt`
-    for a user's module. `stated` contains fields of the model's `Origin` that cannot be read from the model itself.
+    largest. If there are none, or if the module uses only parts of them, attnrx searches for transformer blocks by the
+    names and shapes of their parts, and then tries to read only the MLPs. `creation` describes how a library creates
+    the model. `image_size` is passed to `adopt` for a user's module. `stated` contains fields of the model's `Origin`
+    that cannot be read from the model itself.
 
     Raises:
         NotSupported: The module has an unsupported feature, or attnrx can read no part of it.
@@ -112,14 +117,15 @@ def adopt_any(
     attempts: Sequence[Callable[[], Any]]
     # The error should describe the model itself, not an attempt to read only a part of it.
     shown = 0
-    if (library is None or refusals) and (trunks := trunks_of(model)):
+    trunks = trunks_of(model) if library is None or refusals else []
+    if trunks:
         # Only the first trunk that the module calls is adopted. The others stay unchanged.
         attempts = [partial(inside, family, model, path) for path, family in trunks]
     elif library is None:
-        structure = StructureFamily()
-        found = structure.found(model)
-        structured = [] if found is None else [partial(inside, structure, model, found[0], facts=found[1])]
-        attempts, shown = [*structured, units, *([partial(family_of, model)] if takes_images else [])], -1
+        attempts, shown = (
+            [*_structured(model, inside), units, *([partial(family_of, model)] if takes_images else [])],
+            -1,
+        )
     elif any(refusal.is_of_class for refusal in refusals):
         attempts, shown = [units, partial(adopt, library, model)], -1
     else:  # the second attempt is for a model that its library cannot create again, e.g. with a user's own part
@@ -132,10 +138,21 @@ def adopt_any(
             if not errors and not isinstance(error, NotSupported):
                 raise
             errors.append(error)
+    if trunks and all(isinstance(error, _NotCalled) for error in errors):
+        for attempt in (*_structured(model, inside), units):  # the module calls the parts of a trunk by itself
+            with suppress(NotSupported):
+                return attempt()
     if shown and len(errors) > 1:
         # The last error says what you can load instead. The error before it says why this model cannot be read.
         raise NotSupported(f"{errors[-1]} Tried on it: {errors[-2]}") from errors[-2]
     raise errors[0]
+
+
+def _structured(model: nn.Module, inside: Callable[..., nn.Module]) -> list[Callable[[], nn.Module]]:
+    """Returns an attempt to adopt the transformer blocks that are found by their parts, if there are any."""
+    structure = StructureFamily()
+    found = structure.found(model)
+    return [] if found is None else [partial(inside, structure, model, found[0], facts=found[1])]
 
 
 def adopt(
@@ -277,7 +294,7 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
             actual = outputs_of(working, images, OTHER_ATTENTION)
     if working.around is not None:
         if not calls or sum(calls) % len(images):
-            raise NotSupported(
+            raise (NotSupported if calls else _NotCalled)(
                 f"{name} cannot be adopted: for {len(images)} inputs it calls {working.path or 'its parts'} with "
                 f"{sum(calls)} images."
             )
