@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import attnrx as rx
+from attnrx.exporting import present_exports
 from attnrx.support.preprocessing import IMAGENET
 from attnrx.support.storage import write_json
 
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = rx.shrink(model, DataLoader(given, batch_size=32), log=print, **about)
     seconds = time.perf_counter() - began
     result.save(options.out)
-    files = [path for name in ("model.xml", "model.onnx") if (path := options.out / name).exists()]
+    files = present_exports(options.out)
     original = maps_of(model, held_out)
     smaller = {"model": result.model, **{path.name: rx.load(path) for path in files}}
     found = {name: correlations(original, maps_of(each, held_out)) for name, each in smaller.items()}

@@ -184,7 +184,8 @@ def run_side_by_side(calls: Sequence[Callable[[], Value]], in_subprocess: bool =
     """Runs independent calls in this process and another one at the same time, and returns their values in order.
 
     As soon as a process has finished a call, it takes the next one. If the other process cannot run a call, this
-    process runs it. With `in_subprocess=False`, this process runs all calls.
+    process runs it. Each process uses half of PyTorch's threads. With `in_subprocess=False`, this process runs all
+    calls.
     """
     waiting, values = deque(range(len(calls))), dict[int, Value]()
 
@@ -203,13 +204,16 @@ def run_side_by_side(calls: Sequence[Callable[[], Value]], in_subprocess: bool =
             run_waiting(lambda call: run_in_subprocess(_called, call))
 
     # The thread is a daemon, so that it does not keep this process running if a call is interrupted.
-    worker = threading.Thread(target=run_there, daemon=True)
+    worker, threads = threading.Thread(target=run_there, daemon=True), torch.get_num_threads()
     if in_subprocess and len(calls) > 1:
+        # With more threads than processors, every operation would wait for a thread that is not running.
+        torch.set_num_threads(max(threads // 2, 1))
         worker.start()
     try:
         run_waiting(lambda call: call())
     finally:
         waiting.clear()  # if a call has failed, the other process takes no further ones
+        torch.set_num_threads(threads)
     if worker.ident is not None:
         worker.join()
     return [values[index] if index in values else call() for index, call in enumerate(calls)]
