@@ -57,6 +57,9 @@ GRAPH_BYTES = 2**18  # the approximate size of a file without its weights
 # Batch sizes to capture a model and to compare its file, if the file's batch size is dynamic. The capture needs more
 # than one image, because torch.export treats a size of 1 as a constant.
 CAPTURED, COMPARED, AT_ONCE = 2, (1, 3, 8), 8
+# A runtime calibrates and compares AT_ONCE images at a time, and keeps the activations of all layers. So a large model
+# gets fewer images, which take at most MACS_AT_ONCE multiply-accumulates together, but at least CAPTURED.
+MACS_AT_ONCE = 4e10
 # Batch sizes and rounds for timing a file. A file with a fixed batch size is timed at that size.
 TIMED, ROUNDS = (1, 32), 20
 # The share of images whose logits may differ in models with token reduction. Rounding may swap two tokens with nearly
@@ -89,7 +92,8 @@ class ExportSubject:
     """The model to export, in evaluation mode, with the file's input and the facts for PATH.json.
 
     `calibration` holds normalized images. Without these images, the file is compared with the model on noise. `outputs`
-    is the kind of the model's outputs, or None for patch features.
+    is the kind of the model's outputs, or None for patch features. `at_once` is how many images a runtime calibrates at
+    a time, if the file's batch size is dynamic.
     """
 
     model: nn.Module
@@ -97,6 +101,7 @@ class ExportSubject:
     calibration: ImageSet | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     outputs: OutputKind | None = None
+    at_once: int = AT_ONCE
 
     @classmethod
     def of(
@@ -144,7 +149,8 @@ class ExportSubject:
         }
         if is_inside and isinstance(outputs, Several):
             facts["outputs"] = dict(output_sizes(model))
-        return cls(converted, images, calibration, facts, outputs)
+        at_once = min(max(int(MACS_AT_ONCE / max(costs.macs, 1)), CAPTURED), AT_ONCE)
+        return cls(converted, images, calibration, facts, outputs, at_once)
 
     @property
     def of_items(self) -> nn.Module:
@@ -171,7 +177,7 @@ class ExportSubject:
         Raises:
             InvalidInput: The number of calibration images is smaller than the file's batch size.
         """
-        size = self.images.batch or AT_ONCE
+        size = self.images.batch or self.at_once
         if self.calibration is not None:
             images = self.calibration.take(min(max(count, size), len(self.calibration)))
             batches = [batch.images for batch in images.batches(size, device=self.images.device)]

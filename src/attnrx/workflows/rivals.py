@@ -47,9 +47,10 @@ from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, com
 from attnrx.vit.models import family_of
 from attnrx.vit.outputs import output_kind_of
 
-# The number of test images that files are compared on. With 500 images the mean divergence varies by a few percent. The
-# batch size divides this number, because OpenVINO would compile a file again for a smaller last batch.
-COMPARED_IMAGES, COMPARED_BATCH = 500, 25
+# The number of test images that files are compared on. With 500 images the mean divergence varies by a few percent. All
+# batch sizes divide this number, because OpenVINO would compile a file again for a smaller last batch. A runtime keeps
+# the memory that a batch needed, so large models get the largest batch of at most COMPARED_MACS multiply-accumulates.
+COMPARED_IMAGES, COMPARED_BATCHES, COMPARED_MACS = 500, (25, 5, 1), 6e10
 RESULT, PLAN = "this result", "the plan, not saved"
 
 
@@ -281,7 +282,9 @@ def measure_files(  # noqa: PLR0913  (the models, the images, and how files are 
 
 def _outputs_of(files: Mapping[str, Exported], original: nn.Module, images: ImageSet) -> dict[str, Predictions]:
     """Runs the original and all files on the images. Several models run at once, each file on one CPU thread."""
-    about: dict[str, Any] = {"batch_size": COMPARED_BATCH, "device": next(original.parameters()).device}
+    macs = family_of(original).costs(original).macs
+    batch = next((batch for batch in COMPARED_BATCHES if batch * macs <= COMPARED_MACS), 1)
+    about: dict[str, Any] = {"batch_size": batch, "device": next(original.parameters()).device}
     available = torch.get_num_threads()
 
     def run(model: nn.Module, threads: int) -> None:
