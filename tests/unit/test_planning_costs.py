@@ -106,7 +106,8 @@ def test_a_table_of_a_runtime_has_every_level(space: Space) -> None:
     units = replace(space, axes=("mlp",), reducer=None, _pieces={})
     images = images_for(units.model, torch.randn(8, *SETTINGS.noise(units.model).shape[1:]), "images")
     baseline = Baseline.as_file(units.model, parse_format("onnx"), images, lambda _: None)
-    table = file_cost_table(units, SETTINGS.protocol, SETTINGS.noise(units.model), parse_format("onnx"), baseline)
+    timing, exact = (SETTINGS.protocol, SETTINGS.noise(units.model)), exact_cost_table(units, "macs")
+    table = file_cost_table(units, *timing, parse_format("onnx"), baseline, exact)
     assert table.total(Choices.nothing(3)) == pytest.approx(1.0) and table.attention[0, 0, 0, -1] > 0
     assert (np.diff(table.mlp[0, :, -1]) <= 1e-12).all()
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -134,7 +135,8 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
     before = family_of(model).costs(model)
     tokens = before.layers[0].tokens
     # Costs are linear or quadratic in the number of tokens, so one evaluation per level gives them for all numbers.
-    tables = {axis: _by_level(space, before, axis, quantity, tokens) for axis in RANKS}
+    left = _Left.of(space, before, tokens)
+    tables = {axis: _by_level(space, before, axis, quantity, left) for axis in RANKS}
     # No part of the cost depends on both qk and vo, so their costs add up: [layer, level of qk, level of vo, tokens].
     attention = tables["qk"][:, :, None] + tables["vo"][:, None]
     whole = float(getattr(before, quantity))
@@ -164,36 +166,51 @@ def _comparing_in_layers(space: Space, tokens: int) -> np.ndarray:
     return table
 
 
-def _left(space: Space, before: ModelCosts, axis: str, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the shares of an axis's MACs that remain, as two tables [layer, tokens].
+@dataclass(frozen=True, eq=False)
+class _Left:
+    """What remains of a layer's MACs for every number of tokens.
 
-    The first one is for MACs that grow linearly with the number of tokens, and the second one for MACs that grow
-    quadratically.
+    If layers merge the tokens of their own windows, the windows round the number of tokens, and are padded. So `costs`
+    contains the costs of all layers at the numbers of tokens in `counts`. For other models, both are empty.
     """
-    steps = np.arange(tokens + 1) / tokens
-    if not space.merges_in_layers:
-        return np.tile(steps, (space.depth, 1)), np.tile(steps**2, (space.depth, 1))
-    # Windows round the number of tokens, and are padded. So the closed form is evaluated at some numbers.
-    assert space.reducer is not None
-    counts = sorted({*np.linspace(1, tokens, SAMPLES).round().astype(int).tolist()})
-    costs = [
-        family_of(space.model).costs(space.model, tokens=TokenPolicy(space.reducer, (2,), (count / tokens,))).layers
-        for count in counts[:-1]
-    ]
-    costs.append(before.layers)
-    shares = []
-    for is_square in (False, True):
-        names = [name for name in COST_PARTS[axis] if (name in SQUARE) == is_square]
-        macs = np.array([[sum(layer.parts[name].macs for name in names) for layer in layers] for layers in costs])
-        relative = macs / np.maximum(macs[-1], 1)  # [count, layer]
-        shares.append(np.stack([np.interp(steps * tokens, [0, *counts], [0.0, *column]) for column in relative.T]))
-    return shares[0], shares[1]
+
+    tokens: int
+    counts: tuple[int, ...]
+    costs: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, space: Space, before: ModelCosts, tokens: int) -> "_Left":
+        if not space.merges_in_layers:
+            return cls(tokens, (), ())
+        assert space.reducer is not None
+        counts = tuple(sorted({*np.linspace(1, tokens, SAMPLES).round().astype(int).tolist()}))
+        policies = [TokenPolicy(space.reducer, (2,), (count / tokens,)) for count in counts[:-1]]
+        costs = [family_of(space.model).costs(space.model, tokens=policy).layers for policy in policies]
+        return cls(tokens, counts, (*costs, before.layers))
+
+    def shares(self, axis: str, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the shares of an axis's MACs that remain, as two tables [layer, tokens].
+
+        The first one is for MACs that grow linearly with the number of tokens, and the second one for MACs that grow
+        quadratically.
+        """
+        steps = np.arange(self.tokens + 1) / self.tokens
+        if not self.costs:
+            return np.tile(steps, (depth, 1)), np.tile(steps**2, (depth, 1))
+        shares = []
+        for is_square in (False, True):
+            names = [name for name in COST_PARTS[axis] if (name in SQUARE) == is_square]
+            macs = np.array([[sum(each.parts[name].macs for name in names) for each in row] for row in self.costs])
+            relative = macs / np.maximum(macs[-1], 1)  # [count, layer]
+            at = [0, *self.counts]
+            shares.append(np.stack([np.interp(steps * self.tokens, at, [0.0, *column]) for column in relative.T]))
+        return shares[0], shares[1]
 
 
-def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, tokens: int) -> np.ndarray:
+def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, left: _Left) -> np.ndarray:
     """Returns the costs of one axis (qk, vo or MLP), as a table [layer, level, tokens]."""
-    table = np.empty((space.depth, len(space.levels), tokens + 1))
-    linear, quadratic = _left(space, before, axis, tokens)
+    table = np.empty((space.depth, len(space.levels), left.tokens + 1))
+    linear, quadratic = left.shares(axis, space.depth)
     # Levels that are not available are never chosen. They get the original's costs, so every entry is defined.
     allowed = (0, *space.available(axis))
     for level in range(len(space.levels)):

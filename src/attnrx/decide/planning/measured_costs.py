@@ -232,18 +232,18 @@ def file_cost_table(
     images: Float[Tensor, "batch channels height width"],
     form: Format,
     baseline: Baseline,
+    exact: CostTable,
     write: Callable[[Mapping[str, PartDraft]], Mapping[str, Exported]] = written_files,
 ) -> CostTable:
     """Times the whole model, and unchanged blocks at several numbers of tokens, in the runtime of an export format.
 
-    `write` writes the files with parts of the model.
+    `exact` contains the multiply-accumulates. `write` writes the files with parts of the model.
 
     Lower ranks are not timed one by one. The share of a block's time that a lower rank saves is assumed to be
     proportional to the share of multiply-accumulates that it saves. The factor is measured at one rank for each axis.
     """
     timer, counts = _Timer(space, protocol, images, form, write), np.arange(space.shape.layout.tokens + 1)
     times = timer.steps(counts) * _interpolated(counts, timer.grid, timer.block({}))
-    exact = exact_cost_table(space, "macs")
     of_mlp = exact.mlp[:, :1]  # [layer, 1, tokens]
     unchanged = (exact.attention[:, 0, 0] + of_mlp[:, 0])[timer.layers.start]
     # [tokens]: the time of one multiply-accumulate. A last block that computes only the class token has the same one.
@@ -612,10 +612,10 @@ class PlanTimer:
             form, noise = format_of(settings), settings.noise(space.model)
             # For files, `file_cost_table` has already measured the savings of ranks and hidden units.
             axes, stages = (RANKS, STAGES) if form is None else ((), STAGES_OF_FILES)
-            staged = staged_models(space, stages)
+            staged, exact = staged_models(space, stages), exact_cost_table(space, "macs")
             if not represents_all(space):
                 # One block's time says nothing about the others, so costs start from their multiply-accumulates.
-                blocks, axes = replace(exact_cost_table(space, "macs"), quantity="latency"), RANKS
+                blocks, axes = replace(exact, quantity="latency"), RANKS
             elif form is None:
                 # Blocks are timed in a separate process, and whole models in another one. Whole models were slower in a
                 # process that had timed blocks.
@@ -624,11 +624,11 @@ class PlanTimer:
             else:  # in this process, because the runtime of a format allocates its memory itself
                 # The files of models with stages take long to write, so they are written beside the others.
                 write = partial(self._files, dict(zip(map(str, staged), staged.values(), strict=True)))
-                blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline, write)
+                blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline, exact, write)
             # All costs follow from the timing of a few files, so it takes more rounds.
             rounds = settings.whole_rounds * (1 if form is None else ROUND_FACTOR)
             table = corrected(blocks, space, partial(self.latency_shares, rounds=rounds), axes, staged)
-            return bounded(table, exact_cost_table(space, "macs"))
+            return bounded(table, exact)
 
         return cached_cost_table(self.space, self.settings, measure)
 

@@ -150,7 +150,7 @@ class TokenPolicy:
                 f"before every layer but the first {self.reducer} removes {self.num_pruned} of the image's patches",
             )
         return tuple(
-            f"before layer {layer} {self.reducer} keeps {ratio:.4g} of the image's patches"
+            f"from layer {layer} on {self.reducer} keeps {ratio:.4g} of the image's patches"
             for layer, ratio in zip(self.layers, self.keep, strict=True)
         )
 
@@ -174,10 +174,13 @@ class TokenPolicy:
             tokens: The number of tokens in the sequence, e.g. in a window.
             patches: The number of patches in the image, of which `counts` remain.
         """
-        stages = zip(self.layers, self.counts(patches), strict=True)
-        left = [count for start, count in stages if start <= layer]
+        stage = self.stage_of(layer)
         # The same whole-number arithmetic is used for the costs, so that they equal a count.
-        return max(left[-1] * tokens // patches, 1) if left else tokens
+        return tokens if stage is None else max(self.counts(patches)[stage] * tokens // patches, 1)
+
+    def stage_of(self, layer: int) -> int | None:
+        """Returns the number of the last stage before a layer (counted from 1), or None if there is none."""
+        return next((stage for stage, first in reversed([*enumerate(self.layers)]) if first <= layer), None)
 
     def tokens(self, layout: TokenLayout, depth: int) -> tuple[int, ...]:
         """Returns the number of tokens in every layer, including prefix tokens and tokens that stages add."""

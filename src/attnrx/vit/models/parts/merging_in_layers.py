@@ -54,10 +54,6 @@ class MergingInLayers(TokenReduction):
         assert isinstance(run, LayerRun)
         return run
 
-    def stage_of(self, layer: int) -> int | None:
-        """Returns the number of the last stage before a layer (counted from 1), or None if there is none."""
-        return next((stage for stage, first in reversed([*enumerate(self.policy.layers)]) if first <= layer), None)
-
     def enter_block(self, axis: int, tokens: Float[Tensor, "images _ _ _"]) -> None:
         """Stores the grid of the images. `axis` is the axis of the features (`ViTParts.grid_axis`)."""
         rows, columns = tokens.shape[2:] if axis == 1 else tokens.shape[1:3]
@@ -68,7 +64,7 @@ class MergingInLayers(TokenReduction):
         run, (windows, *window, width) = self._layer_run, tokens.shape
         run.shape, run.window, run.sources = tokens.shape, (window[0], window[1]), None
         run.sizes, run.patch_indices, run.trail = None, None, []
-        stage, number = self.stage_of(layer), math.prod(window)
+        stage, number = self.policy.stage_of(layer), math.prod(window)
         count = self.policy.left_in(layer, number, self.shape.layout.patches)
         if stage is None or count >= number:
             return None
