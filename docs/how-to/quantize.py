@@ -117,7 +117,7 @@ if importlib.util.find_spec("onnxconverter_common"):
 # - A quantizer with other settings may also quantize the comparison of tokens. Before you deploy the file, compare its
 #   answers with the model's, as above.
 # - In some pre-trained models, a few features are a hundred times larger than all others. With 8 bits, such models lose
-#   much accuracy, with or without attnrx. NNCF's SmoothQuant first divides these features by a factor. To use it,
-#   export with `to="int8"` ([Deploy](deploy.md)), which runs NNCF with the settings of this page.
+#   much accuracy, with or without attnrx. NNCF's SmoothQuant first divides these features by a factor. If you
+#   export with `to="int8"` ([Deploy](deploy.md)), attnrx also leaves the maps in float that 8 bits cannot hold.
 # - An older runtime or tool may not support the newest operator set. Export with `rx.export(..., to="onnx(opset=17)")`
 #   or `Shrunk.save(..., opset=17)`.
