@@ -218,7 +218,7 @@ class Regression(OutputKind):
 
     Each output's squared error is divided by that output's variance over the images. The divergence is the mean over
     the outputs, so outputs with different units have equal weight. Averaged over all images, the divergence is the
-    share of the variance that the smaller model fails to explain. Regressions have no decisions.
+    share of the variance that the smaller model fails to explain. A regression makes no decisions.
     """
 
     name, noun, unit, flip_divergence = "regression", "output", "", 0.05

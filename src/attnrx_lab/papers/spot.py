@@ -160,7 +160,7 @@ class SmallOriginal:
         )
 
     def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
-        """Returns the trained model from the folder, or trains the model there first."""
+        """Returns the trained model from the folder, and trains it there first if necessary."""
         with shared_lock(place):  # several methods and seeds may need it at the same time
             log(f"the original, {place}")
             trained = train(self.build(splits.normalization), splits, self.training(), place, log=log)

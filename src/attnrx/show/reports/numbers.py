@@ -38,7 +38,7 @@ def number(value: Number | None, digits: int = 3) -> str:
 
 
 def short(value: Number | None, digits: int = 4) -> str:
-    """Formats a number like `number`, but without trailing zeros, e.g. a limit or the end of a scale."""
+    """Formats a number, e.g. a limit or the end of a scale, as `number` does, but without trailing zeros."""
     text = number(value, digits)
     return text.rstrip("0").rstrip(".") if "." in text and TIMES not in text else text
 

@@ -112,7 +112,7 @@ class ScoreForm(nn.Module, ABC):
         """
 
     def at_places(self, factors: tuple[ScoreFactors, ...], kept: Kept) -> tuple[ScoreFactors, ...]:
-        """Returns the score factors with scores for the tokens' places, if the form has such scores."""
+        """Returns the score factors, with scores for the positions of tokens added if the form has any."""
         return factors
 
     def at_positions(

@@ -97,7 +97,7 @@ class RestorableStage:
 class CallState(threading.local):
     """The base class for state that modules pass to each other during a forward pass.
 
-    The state is not passed in arguments, because modules keep their library's signatures. At the end of the pass, the
+    The state is not passed as an argument, because modules keep their library's signatures. At the end of the pass, the
     state is removed. Each thread has its own state, because threads may run a model on different images at the same
     time. Copies and pickles of a model contain no state, even if they are made during a pass.
     """
@@ -626,7 +626,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, I
 
 
 def replaced_state(state: TokenState, added: Int[Tensor, "batch added"]) -> tuple[Tensor, LayerStatistic | None]:
-    """Returns the patch indices and the statistic after new tokens replaced the patches at the positions `added`."""
+    """Returns the patch indices and the statistic after new tokens have replaced the patches at the positions `added`."""
     statistic = None if state.statistic is None else state.statistic.without(state.prefix + added)
     return state.patch_indices.scatter(1, added, -1), statistic
 

@@ -393,7 +393,7 @@ class StructureFamily(AdoptedFamily):
         """Changes nothing, because the model's own code must take the new image size (see `_resized`)."""
 
     def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
-        """Returns the model unchanged, because its own code must take the new image size (see `_resized`)."""
+        """Returns the model unchanged, because its own code has to handle the new image size (see `_resized`)."""
         return model
 
     def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
