@@ -62,7 +62,7 @@ def shallower_form(model: nn.Module, kept: Sequence[int]) -> nn.Module:
 
 
 def _require_passed(own: nn.Module, created: nn.Module, removed: Sequence[str], stock: Stock) -> None:
-    """Raises NotSupported if the new model's outputs differ from those of the original when it skips the removed blocks."""
+    """Raises NotSupported if the new model's outputs differ from the original's when it skips the removed blocks."""
     images = random_images(created, stock.origin.input_shape)
     blocks = [own.get_submodule(path) for path in removed]
     with evaluating((own, created)):

@@ -131,7 +131,7 @@ def in_windows(grid: Float[Tensor, "images rows columns width"], window: tuple[i
 def from_windows(
     windows: Windows, window: tuple[int, int], shape: tuple[int, int, int]
 ) -> Float[Tensor, "images rows columns width"]:
-    """Assembles windows into grids. `shape` is the number of images, and the number of rows and columns without padding."""
+    """Assembles windows into grids. `shape` is the number of images, and of rows and columns without padding."""
     (height, width), (images, rows, columns) = window, shape
     down, across = -(-rows // height), -(-columns // width)
     split = windows.view(images, down, across, height, width, -1).transpose(2, 3)

@@ -626,7 +626,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, I
 
 
 def replaced_state(state: TokenState, added: Int[Tensor, "batch added"]) -> tuple[Tensor, LayerStatistic | None]:
-    """Returns the patch indices and the statistic after new tokens have replaced the patches at the positions `added`."""
+    """Returns the patch indices and the statistic after new tokens have replaced the patches at `added`."""
     statistic = None if state.statistic is None else state.statistic.without(state.prefix + added)
     return state.patch_indices.scatter(1, added, -1), statistic
 
