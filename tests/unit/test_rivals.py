@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 import attnrx as rx
@@ -13,7 +15,7 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning.cost_table import exact_cost_table
 from attnrx.decide.planning.measured_costs import PlanTimer
 from attnrx.decide.planning.space import Space
-from attnrx.exporting import UNCHANGED, Baseline, Exported, parse_format
+from attnrx.exporting import UNCHANGED, Baseline, Exported, library_subject, parse_format, vendor_file
 from attnrx.nouns.effort import PlanSettings
 from attnrx.nouns.target import Target
 from attnrx.show.checks import Comparison
@@ -45,6 +47,29 @@ def measured(title: str, speed: float, divergence: float, to: str = "onnx", is_o
 
 def run_of(*files: MeasuredFile) -> FileRun:
     return FileRun({file.title: file for file in files}, files[0].title)
+
+
+class Map(nn.Module):
+    """A module whose code calls `len` on the images, which a trace would store as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = of_timm("vit_tiny_patch16_224", depth=2, num_classes=0)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = self.trunk.forward_features(images)[:, 1:]
+        return tokens.transpose(1, 2).reshape(len(images), tokens.shape[2], -1).mean(1)
+
+
+@pytest.mark.parametrize("form", ["openvino", "openvino(precision=int8)"])
+def test_the_vendors_file_takes_any_number_of_images(form: str, tmp_path: Path) -> None:
+    for library in parse_format(form).libraries:
+        pytest.importorskip(library)
+    original = rx.load(Map().float().eval())
+    subject = library_subject(original, parse_format(form), images_for(original, images(8), "images"))
+    file = vendor_file(subject, tmp_path / "file.xml", parse_format(form))
+    for count in (1, 3):
+        assert file(images(count)).shape == original(images(count)).shape
 
 
 @pytest.mark.slow

@@ -21,7 +21,15 @@ from attnrx.exporting.exported import Exported, Images, result_path
 from attnrx.exporting.formats import INPUT, AOTInductor, Format, dtype_name, library, raising, to_numpy
 from attnrx.exporting.quantizing import quantized, silent
 from attnrx.exporting.runtime_formats import BATCH, Int8, Onnx, OpenVINO, converted_by_openvino
-from attnrx.exporting.writing import CAPTURED, ExportSubject, bare_subject, captured, subject_of, write_exported
+from attnrx.exporting.writing import (
+    CAPTURED,
+    ExportSubject,
+    bare_subject,
+    captured,
+    free_lengths,
+    subject_of,
+    write_exported,
+)
 from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError
 from attnrx.support.modules import copy_module
@@ -299,7 +307,8 @@ def vendor_file(subject: ExportSubject, path: Path, form: Format) -> Exported:
 
 def _write_openvino(model: nn.Module, path: Path, example: Tensor, images: Sequence[Tensor]) -> None:
     openvino = library("openvino", "openvino")
-    converted = converted_by_openvino(model, example_input=example)
+    with free_lengths(model):
+        converted = converted_by_openvino(model, example_input=example)
     converted.reshape([-1, *example.shape[1:]])
     if images:
         # By NNCF's defaults, the range of an activation is the mean over single images.

@@ -29,6 +29,9 @@ INPUT = "images"  # the name of the input in ONNX graphs
 Run = Callable[[Tensor], tuple[Tensor, ...]]
 """A function that takes images and returns outputs, both on the device of the file."""
 
+# The beginnings of lines in OpenVINO's messages that only name a place in its source code.
+PLACES = ("Check '", "Exception from ")
+
 # The largest difference of a logit that counts as rounding, as a share of the largest logit.
 ROUNDING: dict[torch.dtype, float] = {
     torch.float64: 1e-8,
@@ -187,8 +190,10 @@ def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupport
     except Exception as error:
         if is_out_of_memory(error):  # too little memory says nothing about the file
             raise
-        # Only the first line is kept, because the exporter appends whole reports to its messages.
-        reason = str(error).strip().partition("\n")[0]
+        # Only the first line that says something is kept, because exporters append whole reports to their messages.
+        # OpenVINO's messages begin with places in its source code.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next((line for line in lines if not line.startswith(PLACES)), lines[0] if lines else "no message")
         raise kind(f"{problem} ({type(error).__name__}: {reason}). {advice}".rstrip()) from error
 
 

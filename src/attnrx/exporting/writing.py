@@ -403,7 +403,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
 
 def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | None) -> torch.export.ExportedProgram:
     """Captures a model, or a part of it, for inputs like the example. `shapes` says which sizes are dynamic."""
-    with torch.no_grad(), _portable(model, example), _FourAxes(), _free_lengths(model):
+    with torch.no_grad(), _portable(model, example), _FourAxes(), free_lengths(model):
         program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     return _simplified(program)
 
@@ -422,14 +422,14 @@ class _FourAxes(TorchFunctionMode):
 
 
 @contextmanager
-def _free_lengths(model: nn.Module) -> Iterator[None]:
+def free_lengths(model: nn.Module) -> Iterator[None]:
     """Lets `len(images)` in a user's module return the dynamic batch size.
 
-    Python's own `len` returns a plain number, which fixes the batch size in torch.export. No PyTorch mode can change
-    this. So each module of the model, which is attnrx's own copy, temporarily gets copies of its class's methods as
-    attributes, which hide the methods of the class. The copies have the same code and the same globals, except for a
-    different `len`. The user's classes and modules are not changed. Calls through `super()` still reach the original
-    methods, so the user has to write `images.shape[0]` in those.
+    Python's own `len` returns a plain number, which fixes the batch size in torch.export and in a trace. No PyTorch
+    mode can change this. So each module of the model, which is attnrx's own copy, temporarily gets copies of its
+    class's methods as attributes, which hide the methods of the class. The copies have the same code and the same
+    globals, except for a different `len`. The user's classes and modules are not changed. Calls through `super()` still
+    reach the original methods, so the user has to write `images.shape[0]` in those.
     """
     methods = {kind: _methods_with_free_lengths(kind) for kind in {type(part) for part in model.modules()}}
     hiding = [
