@@ -15,10 +15,11 @@ from PIL import Image, ImageOps
 from torch import nn
 
 import attnrx as rx
-from attnrx.data.model_data import preprocessing_of
-from attnrx.exporting import Onnx, parse_format, present_exports, present_script, remove_export
+from attnrx.data.model_data import images_for, preprocessing_of
+from attnrx.exporting import Onnx, parse_format, present_exports, present_script, remove_export, subject_of, writing
 from attnrx.exporting.exported import sealed_script
 from attnrx.support.errors import InvalidInput
+from attnrx.vit.models import family_of
 from support import odd_pictures, pretrained
 
 onnx = pytest.importorskip("onnx")
@@ -55,6 +56,14 @@ def test_a_model_of_embeddings_is_exported_without_classes(name: str, tmp_path: 
     metadata = {one.key: json.loads(one.value) for one in stored.metadata_props}
     assert [output.name for output in stored.graph.output] == ["embedding"]
     assert metadata["class_names"] == [] and files(tmp_path) == {"a.onnx", "a.onnx.json"}
+
+
+def test_large_models_are_calibrated_on_fewer_images_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, form = small(), Onnx()
+    images = images_for(model, torch.randn(12, *family_of(model).input_shape(model)), "images")
+    assert [len(each) for each in subject_of(model, form, images).batches(12)] == [8, 4]
+    monkeypatch.setattr(writing, "MACS_AT_ONCE", 3.5 * family_of(model).costs(model).macs)
+    assert [len(each) for each in subject_of(model, form, images).batches(12)] == [3] * 4
 
 
 def test_the_script_of_one_logit_prints_the_class_on_its_side(tmp_path: Path) -> None:

@@ -67,6 +67,17 @@ def slow(path: str) -> None:
     time.sleep(60)
 
 
+def test_two_processes_share_the_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert run_side_by_side([torch.get_num_threads] * 3) == [2] * 3
+        assert torch.get_num_threads() == 4
+        assert run_side_by_side([torch.get_num_threads] * 2, in_subprocess=False) == [4, 4]
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.skipif(not FORKS, reason="processes are forked on Linux only")
 def test_no_call_outlives_its_process(tmp_path: Path) -> None:
     path = tmp_path / "pid"
