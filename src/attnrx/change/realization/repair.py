@@ -506,9 +506,13 @@ class _BlockFit:
         held_out = torch.arange(len(tokens)) % HELD_OUT == 0
         self.held_out, self.fitted = held_out.nonzero()[:, 0], (~held_out).nonzero()[:, 0]
         self._expected = targets[self.held_out]
-        self._block = rounded(block.run, tokens[:RANGE_IMAGES].split(CHUNK), knobs.bits)
+        self._block = self._rounded(block.run, tokens)
         self._size = (weight[:, None] * self._expected.square()).mean()
         self.before = self.error = self._block_error()
+
+    def _rounded(self, run: Callable[[Tensor], Tensor], tokens: Tokens) -> Callable[[Tensor], Tensor]:
+        """Returns `run` with its maps in `bits` bits, if they are set. The first RANGE_IMAGES images set the ranges."""
+        return rounded(run, tokens[:RANGE_IMAGES].split(CHUNK), self.knobs.bits)
 
     def run(self, without_mlp: Tokens) -> Tokens:
         """Fits the block in place, and returns its outputs."""
@@ -535,7 +539,7 @@ class _BlockFit:
     def _fit_attention(self, without_mlp: Tokens) -> None:
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.images
         with block.without_mlp():
-            run = rounded(block.run, self.tokens[:RANGE_IMAGES].split(CHUNK), self.knobs.bits)
+            run = self._rounded(block.run, self.tokens)
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
             # Attention mixes the tokens of an image, so a step uses whole images. A few images have enough tokens.
@@ -553,13 +557,13 @@ class _BlockFit:
         mlp = nn.Sequential(block.features(self.tokens[:2]), block.maps[1])
         scale = block.scale(self.tokens[:2])
         with block.without_mlp():
-            run = rounded(block.run, self.tokens[:RANGE_IMAGES].split(CHUNK), self.knobs.bits)
+            run = self._rounded(block.run, self.tokens)
             with recording_calls(block.maps[:1], lambda call: call.tokens.detach()) as calls:
                 stream = torch.cat([run(part) for part in self.tokens.split(CHUNK)])
         inputs = torch.cat(calls).reshape_as(stream)
         del calls  # they are as large as the tokens of all images
         targets, shares = (self.targets - stream) / scale, weight.cpu()
-        compute = rounded(mlp, inputs[:RANGE_IMAGES].split(CHUNK), self.knobs.bits)
+        compute = self._rounded(mlp, inputs)
 
         def outputs_of(images: Tensor) -> Tokens:
             # The MLP's output is added to the stream before it, so the rest of the block need not run again.
