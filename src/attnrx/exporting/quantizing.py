@@ -14,8 +14,8 @@ from attnrx.support.optional import required_module
 from attnrx.support.rounding import ChannelRanges, is_inexact, rounded_linear
 from attnrx.support.shapes import Tensor
 
-# Biases are corrected only with at least CORRECTED images. A file with fewer images is usually only timed, and the
-# correction takes NNCF as long as everything else.
+# attnrx's own files have corrected biases only with at least CORRECTED images. A file with fewer images is usually only
+# timed, and the correction takes NNCF as long as everything else.
 CORRECTED = 32
 # About how many images show which maps cannot be rounded to 8 bits.
 SHOWN = 32
@@ -26,27 +26,28 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
 
     NNCF applies SmoothQuant and, with at least CORRECTED images, corrects biases. To measure the ranges of activations,
     it calls the graph once with every item of `inputs`. By default, an activation's range covers all inputs. With
-    `by_defaults`, it is the mean over the ranges of single inputs, which is NNCF's own default. This mean clips
+    `by_defaults`, all settings are NNCF's own. The range is then the mean over the ranges of single inputs, which clips
     outliers in the activations of pre-trained models. Operations whose names are in `floats` are not quantized.
 
     Raises:
         NotSupported: NNCF is not installed.
     """
     samples = list(inputs)
-    images = sum(len(next(iter(each.values())) if isinstance(each, dict) else each) for each in samples)
+    count = sum(len(next(iter(each.values())) if isinstance(each, dict) else each) for each in samples)
     with silent():
         nncf = required_module("nncf", "int8", "a file of 8 bits")
         ranges = required_module("nncf.quantization.range_estimator", "int8", "a file of 8 bits")
-        parameters = nncf.AdvancedQuantizationParameters(disable_bias_correction=images < CORRECTED)
-        if not by_defaults:
-            parameters.activations_range_estimator_params = ranges.RangeEstimatorParametersSet.MINMAX
+        parameters = nncf.AdvancedQuantizationParameters(
+            activations_range_estimator_params=ranges.RangeEstimatorParametersSet.MINMAX,
+            disable_bias_correction=count < CORRECTED,
+        )
         return nncf.quantize(
             model,
             nncf.Dataset(samples),
             model_type=nncf.ModelType.TRANSFORMER,
             subset_size=len(samples),
             ignored_scope=nncf.IgnoredScope(names=list(floats)) if floats else None,
-            advanced_parameters=parameters,
+            advanced_parameters=None if by_defaults else parameters,
         )
 
 
